@@ -1,0 +1,28 @@
+# Two commands for a new machine: `make demo` and `make test`. Both set up .venv first.
+UV := $(shell command -v uv 2>/dev/null || echo $(CURDIR)/.uv/bin/uv)
+PY := .venv/bin/python
+
+.PHONY: help setup demo test lint check clean
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+$(CURDIR)/.uv/bin/uv:
+	python3 -m venv .uv && .uv/bin/pip install -q uv
+
+.venv/.locked: pyproject.toml uv.lock | $(if $(findstring .uv,$(UV)),$(CURDIR)/.uv/bin/uv)
+	$(UV) sync --frozen --quiet --extra dev
+	@touch $@
+
+setup: .venv/.locked ## set up .venv (reused while uv.lock is unchanged)
+
+demo: setup ## the main job on real images, on this machine
+	$(PY) examples/multi_round_vqa.py
+
+lint: setup ## ruff and mypy
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+
+test: setup lint ## everything that runs without a GPU
+	$(PY) -m pytest
+
+clean: ## forget the environment and caches
+	rm -rf .venv .uv .pytest_cache .mypy_cache .ruff_cache
