@@ -1,0 +1,112 @@
+"""Shared fixtures. One server serves all end-to-end tests of a session: starting one costs most of a minute."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+START_TIMEOUT_S = 240
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """The tiny random model on disk, and its adapters by name."""
+
+    path: Path
+    adapters: dict[str, Path]
+
+
+@dataclass(frozen=True)
+class Server:
+    """The running server: where it listens, and what it serves.
+
+    Attributes:
+        url: its root.
+        model: the files behind it.
+        adapters: names that are loaded from the start.
+        log: file with everything the server printed.
+        process: the launcher's process.
+    """
+
+    url: str
+    model: TinyModel
+    adapters: tuple[str, ...]
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def generate(self, timeout: float = 120, **request: Any) -> Any:
+        """POST /generate with greedy sampling unless told otherwise; the parsed answer. Raises on any other status."""
+        request.setdefault("sampling_params", {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True})
+        response = requests.post(f"{self.url}/generate", json=request, timeout=timeout)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def flush(self) -> None:
+        """Empty the prefix cache, so that a test starts cold."""
+        requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The tiny random Qwen2.5-VL and the adapters A and B."""
+    from tests.tiny_random import make_adapter, make_model
+
+    root = tmp_path_factory.mktemp("tiny")
+    path = make_model(root / "model")
+    return TinyModel(path, {name: make_adapter(root / name, path, seed) for seed, name in enumerate("AB", start=1)})
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """``python -m vlora_sgl.launch_server`` on a free loopback port."""
+    port = free_port()
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    command = [sys.executable, "-m", "vlora_sgl.launch_server", "--model-path", str(tiny_model.path)]
+    command += ["--enable-lora", "--lora-paths", *(f"{name}={path}" for name, path in tiny_model.adapters.items())]
+    command += ["--max-loras-per-batch", "4", "--port", str(port), "--enable-cache-report"]
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=root)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(url, process, log)
+        yield Server(url, tiny_model, tuple(tiny_model.adapters), log, process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Return once /health answers 200; fail with the log's end if the process ends first or it takes too long."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        try:
+            if requests.get(f"{url}/health", timeout=10).status_code == 200:
+                return
+        except requests.RequestException:
+            pass
+        time.sleep(0.3)
+    pytest.fail(f"the server was not healthy after {START_TIMEOUT_S} s:\n{log.read_text()[-4000:]}")

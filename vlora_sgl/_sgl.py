@@ -1,0 +1,114 @@
+"""The one place that names SGLang's private parts, and checks that they are what we extend.
+
+Every other module writes ``from vlora_sgl._sgl import Scheduler``. A name is imported when it is first asked for, so a
+process pays only for what it uses. ``check_contract`` compares the installed release, the names and the signatures we
+override with the tables below; a new SGLang release breaks there, with a message, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.metadata import version
+from typing import Any
+
+from vlora_sgl.errors import ContractError
+
+SGLANG_VERSION = "0.5.17"
+
+# Our name for it -> where SGLang 0.5.17 keeps it.
+NAMES: dict[str, str] = {
+    # plugins and platforms
+    "HookRegistry": "sglang.srt.plugins.hook_registry:HookRegistry",
+    "HookType": "sglang.srt.plugins.hook_registry:HookType",
+    "load_plugins": "sglang.srt.plugins:load_plugins",
+    "platforms": "sglang.srt.platforms",
+    "CpuSRTPlatform": "sglang.srt.platforms.cpu:CpuSRTPlatform",
+    "PlatformEnum": "sglang.srt.platforms.device_mixin:PlatformEnum",
+    "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+    "PagedTokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator:PagedTokenToKVPoolAllocator",
+    # processes
+    "Engine": "sglang.srt.entrypoints.engine:Engine",
+    "set_envs_and_config": "sglang.srt.entrypoints.engine:_set_envs_and_config",
+    "http_server": "sglang.srt.entrypoints.http_server",
+    "init_tokenizer_manager": "sglang.srt.entrypoints.engine:init_tokenizer_manager",
+    "run_scheduler_process": "sglang.srt.managers.scheduler:run_scheduler_process",
+    "run_detokenizer_process": "sglang.srt.managers.detokenizer_manager:run_detokenizer_process",
+    "kill_process_tree": "sglang.srt.utils:kill_process_tree",
+    # settings
+    "ServerArgs": "sglang.srt.server_args:ServerArgs",
+    "prepare_server_args": "sglang.srt.server_args:prepare_server_args",
+    "LORA_BACKEND_CHOICES": "sglang.srt.server_args:LORA_BACKEND_CHOICES",
+    # managers
+    "Scheduler": "sglang.srt.managers.scheduler:Scheduler",
+    "TokenizerManager": "sglang.srt.managers.tokenizer_manager:TokenizerManager",
+    "OpenAIServingBase": "sglang.srt.entrypoints.openai.serving_base:OpenAIServingBase",
+    "LoadLoRAAdapterReqOutput": "sglang.srt.managers.io_struct:LoadLoRAAdapterReqOutput",
+    "ModelRunner": "sglang.srt.model_executor.model_runner:ModelRunner",
+    # LoRA
+    "LoRAManager": "sglang.srt.lora.lora_manager:LoRAManager",
+    "BaseLoRABackend": "sglang.srt.lora.backend.base_backend:BaseLoRABackend",
+    "register_lora_backend": "sglang.srt.lora.backend.lora_registry:register_lora_backend",
+}
+
+# Methods we override or call -> the parameters they must have (in this order; more may follow).
+SIGNATURES: dict[str, tuple[str, ...]] = {
+    "HookRegistry.register": ("cls", "target", "hook", "hook_type"),
+    "Scheduler.run_batch": ("self", "batch"),
+    "TokenizerManager._resolve_lora_path": ("self", "obj"),
+    "TokenizerManager._tokenize_one_request": ("self", "obj"),
+    "TokenizerManager.load_lora_adapter": ("self", "obj", "_"),
+    "OpenAIServingBase._resolve_lora_path": ("self", "request_model", "explicit_lora_path"),
+    "LoRAManager.prepare_lora_batch": ("self", "forward_batch"),
+    "LoRAManager.fetch_new_loras": ("self", "new_loras"),
+    "LoRAManager.validate_lora_batch": ("self", "lora_ids"),
+    "run_scheduler_process": ("server_args", "port_args", "gpu_id"),
+    "init_tokenizer_manager": ("server_args", "port_args", "TokenizerManagerClass"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its table NAMES lists what it has")
+    module, _, attribute = NAMES[name].partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        if attribute:
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as error:
+        raise ContractError(f"SGLang {version('sglang')} lacks {NAMES[name]}: {error}") from error
+    globals()[name] = found
+    return found
+
+
+def check_version() -> None:
+    """Refuse any SGLang but the one we extend.
+
+    Raises:
+        ContractError: another release is installed.
+    """
+    installed = version("sglang")
+    if installed != SGLANG_VERSION:
+        raise ContractError(f"vlora_sgl extends sglang=={SGLANG_VERSION}; installed is {installed}")
+
+
+def check_contract() -> None:
+    """Check version, names and signatures. Imports all of them, which takes about 20 s on a cold machine.
+
+    Raises:
+        ContractError: the first difference found, in one line.
+    """
+    check_version()
+    for name in NAMES:
+        __getattr__(name)
+    for path, expected in SIGNATURES.items():
+        name, _, method = path.partition(".")
+        target = __getattr__(name)
+        if method:
+            target = inspect.getattr_static(target, method, None)
+            if target is None:
+                raise ContractError(f"SGLang's {path} is gone")
+        target = getattr(target, "__func__", target)
+        found = tuple(inspect.signature(target).parameters)
+        if found[: len(expected)] != expected:
+            raise ContractError(f"SGLang's {path} takes {found}, expected it to begin with {expected}")

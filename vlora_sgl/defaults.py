@@ -1,0 +1,45 @@
+"""SGLang settings that we choose when the user did not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vlora_sgl.platforms.cpu import is_plain_cpu
+
+# Everywhere: models that see are what this package is for; a start prints what a user needs.
+COMMON_DEFAULTS: dict[str, Any] = {
+    "enable_multimodal": True,
+    "log_level": "warning",
+}
+# On a plain CPU SGLang's own defaults ask for kernels that are not there, or for CUDA.
+CPU_DEFAULTS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "lora_backend": "torch_native",
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "disable_fast_image_processor": True,  # the fast one moves images to CUDA
+    "disable_overlap_schedule": True,  # there is no second stream to overlap with
+    # The cache takes host memory here, which others use too.
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 65536,
+}
+
+
+def engine_defaults() -> dict[str, Any]:
+    """Defaults for this machine, by ``ServerArgs`` field."""
+    return {**COMMON_DEFAULTS, **(CPU_DEFAULTS if is_plain_cpu() else {})}
+
+
+def command_line_defaults(argv: Sequence[str]) -> list[str]:
+    """The defaults as flags, less those that ``argv`` sets itself."""
+    given = {argument.partition("=")[0] for argument in argv if argument.startswith("--")}
+    flags: list[str] = []
+    for name, value in engine_defaults().items():
+        flag = "--" + name.replace("_", "-")
+        if flag not in given:
+            flags += [flag] if value is True else [flag, str(value)]
+    return flags

@@ -1,0 +1,46 @@
+"""``vlora_sgl.Engine``: SGLang's engine in this process, running ours.
+
+Importing this module imports SGLang, and on a plain CPU begins the same import in the fork server beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlora_sgl import processes
+from vlora_sgl.platforms.cpu import has_accelerator
+
+if not has_accelerator():
+    processes.start_fork_server()
+
+from vlora_sgl import _sgl, plugin
+from vlora_sgl.defaults import engine_defaults
+from vlora_sgl.server_args import VLoraArgs, refuse_unsupported
+
+plugin.install()
+
+
+class Engine(_sgl.Engine):
+    """SGLang's ``Engine`` with our scheduler, LoRA manager and defaults.
+
+    A program that builds one must guard its main module with ``if __name__ == "__main__":``, because the engine's
+    processes import it.
+
+    Args:
+        vlora: our own settings; the defaults when left out.
+        **server_args: any field of SGLang's ``ServerArgs``.
+
+    Raises:
+        ConfigError: a combination we do not support.
+        ContractError: the installed SGLang is not the one we extend.
+    """
+
+    init_tokenizer_manager_func = staticmethod(processes.init_tokenizer_manager)
+    run_scheduler_process_func = processes.WithEnvironment(processes.run_scheduler)
+    run_detokenizer_process_func = processes.WithEnvironment(processes.run_detokenizer)
+
+    def __init__(self, *, vlora: VLoraArgs | None = None, **server_args: Any) -> None:
+        (vlora or VLoraArgs()).to_environment()
+        settings = _sgl.ServerArgs(**{**engine_defaults(), "log_level": "error", **server_args})
+        refuse_unsupported(settings)
+        super().__init__(server_args=settings)

@@ -1,0 +1,85 @@
+"""``python -m vlora_sgl.launch_server``: SGLang's HTTP server, running ours.
+
+Every SGLang flag works unchanged; ours are in a group of their own in ``--help``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from vlora_sgl import processes
+from vlora_sgl.errors import VLoraError
+from vlora_sgl.platforms.cpu import has_accelerator
+from vlora_sgl.server_args import VLoraArgs, refuse_unsupported, split_argv
+
+
+def prepare(argv: Sequence[str]) -> Any:
+    """Turn a command line into SGLang's ``ServerArgs``, with our settings handed to all processes.
+
+    Raises:
+        ConfigError: a setting we do not support, or one of ours that is wrong.
+        ContractError: the installed SGLang is not the one we extend.
+    """
+    ours, rest = split_argv(argv)
+    ours.to_environment()
+    if not has_accelerator():
+        processes.start_fork_server()
+    from vlora_sgl import _sgl, plugin
+    from vlora_sgl.defaults import command_line_defaults
+
+    plugin.install()
+    server_args = _sgl.prepare_server_args([*command_line_defaults(rest), *rest])
+    refuse_unsupported(server_args)
+    return server_args
+
+
+def print_help() -> None:
+    """SGLang's help, with our flags in a group of their own."""
+    from vlora_sgl import _sgl, plugin
+
+    plugin.install()
+    parser = argparse.ArgumentParser(prog="python -m vlora_sgl.launch_server")
+    _sgl.ServerArgs.add_cli_args(parser)
+    VLoraArgs.add_cli_args(parser)
+    parser.print_help()
+
+
+def announce(server_args: Any) -> None:
+    """Say, in one line, that requests are welcome, and where."""
+    names = ", ".join(ref.lora_name for ref in server_args.lora_paths or ())
+    adapters = f"adapters: {names}" if names else "no adapters yet"
+    print(f"vlora_sgl: serving {server_args.served_model_name} on {server_args.url()} ({adapters})", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until stopped. Returns the process's exit status; a mistake in the settings costs one line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print_help()
+        return 0
+    from vlora_sgl import _sgl
+
+    try:
+        server_args = prepare(argv)
+        _sgl.http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=processes.init_tokenizer_manager,
+            run_scheduler_process_func=processes.WithEnvironment(processes.run_scheduler),
+            run_detokenizer_process_func=processes.WithEnvironment(processes.run_detokenizer),
+            launch_callback=lambda: announce(server_args),
+        )
+    except VLoraError as error:
+        print(f"vlora_sgl: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if "sglang" in sys.modules:
+            _sgl.kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What runs beside SGLang's managers: scheduling, adapters, the prefix cache, metrics."""

@@ -1,0 +1,55 @@
+"""SGLang's scheduler with a plan for every batch: how its adapters are applied, decided just before it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlora_sgl import _sgl
+from vlora_sgl.core import BatchPlan, InferenceMode
+from vlora_sgl.server_args import VLoraArgs
+
+
+class VLoraScheduler(_sgl.Scheduler):
+    """One per rank, in the scheduler process.
+
+    SGLang forms the batch; ``run_batch`` decides its plan on the final batch (vetoes, chunking and retraction are
+    behind it) and hands it to the LoRA manager, which carries it out on the forward stream.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.vlora_args = VLoraArgs.from_environment()
+        self.batches_by_mode = dict.fromkeys(InferenceMode, 0)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def lora_manager(self) -> Any:
+        """This rank's LoRA manager, or ``None`` when LoRA is off."""
+        return getattr(self.tp_worker.model_runner, "lora_manager", None)
+
+    def plan(self, batch: Any) -> BatchPlan:
+        """The plan of a batch that is about to run."""
+        return BatchPlan(requests=tuple(req.rid for req in batch.reqs), mode=InferenceMode.UNMERGED)
+
+    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+        """Plan the batch, hand the plan on, and run it."""
+        manager = self.lora_manager
+        if manager is not None and hasattr(manager, "set_plan"):
+            plan = self.plan(batch)
+            self.batches_by_mode[plan.mode] += 1
+            manager.set_plan(plan)
+        return super().run_batch(batch, pp_proxy_tensors)
+
+    def get_internal_state(self, recv_req: Any) -> Any:
+        """SGLang's state, with ours under ``vlora``."""
+        output = super().get_internal_state(recv_req)
+        output.internal_state["vlora"] = self.vlora_state()
+        return output
+
+    def vlora_state(self) -> dict[str, Any]:
+        """What ``/server_info`` shows about us: JSON scalars, lists and dicts only."""
+        return {
+            "scheduler": type(self).__name__,
+            "mode": self.vlora_args.mode,
+            "policy": self.vlora_args.policy,
+            "batches_by_mode": {str(mode): count for mode, count in self.batches_by_mode.items()},
+        }

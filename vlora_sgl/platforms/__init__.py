@@ -1,0 +1,1 @@
+"""Machines that SGLang does not claim by itself."""

@@ -1,0 +1,50 @@
+"""A plain CPU as an out-of-tree SGLang platform, so that everything runs on a laptop.
+
+SGLang 0.5.17 serves on a CPU only with AMX and its own compiled kernels. Through its platform interface the same
+engine runs on torch's own operators. The platform steps aside wherever an accelerator exists (``platforms.cpu``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from vlora_sgl import _sgl
+from vlora_sgl._sgl import CpuSRTPlatform, PlatformEnum
+
+
+class TorchCpuPlatform(CpuSRTPlatform):
+    """The answers SGLang asks its platform for, on a CPU with torch alone."""
+
+    # Not PlatformEnum.CPU: that means "use the AMX kernels" throughout SGLang.
+    _enum = PlatformEnum.OOT
+
+    def init_backend(self) -> None:
+        """Make pinning a no-op: the LoRA layers pin host memory without asking, and torch refuses without a GPU."""
+        setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)  # noqa: B010
+        for factory in ("arange", "empty", "ones", "tensor", "zeros"):
+            setattr(torch, factory, _without_pinning(getattr(torch, factory)))
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        # Asked for late: its module imports this platform.
+        return _sgl.MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        return _sgl.PagedTokenToKVPoolAllocator
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+
+def _without_pinning(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return call

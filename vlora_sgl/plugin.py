@@ -1,0 +1,88 @@
+"""Puts our classes in place of SGLang's, in every process, and proves that they are there.
+
+SGLang only logs a plugin's failure and then serves without it, so nothing here relies on its loader: each process of
+ours calls ``install`` before SGLang builds anything, and ``verify`` before the first request. The entry point
+``register`` does nothing in processes that vlora_sgl did not start: stock ``sglang serve`` stays stock.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from typing import Any
+
+from vlora_sgl import _sgl
+from vlora_sgl.errors import ContractError
+from vlora_sgl.platforms.cpu import is_plain_cpu
+from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
+
+# SGLang's class -> the subclass of ours that takes its place.
+REPLACEMENTS: dict[str, str] = {
+    "Scheduler": "vlora_sgl.managers.scheduler:VLoraScheduler",
+    "TokenizerManager": "vlora_sgl.managers.tokenizer_manager:VLoraTokenizerManager",
+}
+
+# SGLang's method -> the function of ours that wraps it, called as f(original, *args, **kwargs).
+WRAPPED: dict[str, str] = {
+    "OpenAIServingBase._resolve_lora_path": "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
+    "set_envs_and_config": "vlora_sgl.processes:use_fork_server",
+}
+
+CPU_PLATFORM = "TorchCpuPlatform"
+
+_installed = False
+
+
+def register() -> None:
+    """Entry point of the group ``sglang.srt.plugins``."""
+    if ENVIRONMENT_VARIABLE in os.environ:
+        install()
+
+
+def install() -> None:
+    """Put every class and wrapper of the tables above in place. Once per process; later calls do nothing.
+
+    Raises:
+        ContractError: SGLang is not the release we extend.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _sgl.check_version()
+    # Resolved first: SGLang finds the platform by entry point while it imports itself, and ours imports SGLang.
+    platform = type(_sgl.platforms.current_platform).__name__
+    if is_plain_cpu() and platform != CPU_PLATFORM:
+        raise ContractError(
+            f"SGLang's platform is {platform}, expected {CPU_PLATFORM}: is vlora_sgl installed, SGLANG_PLATFORM unset?"
+        )
+    registry, kinds = _sgl.HookRegistry, _sgl.HookType
+    for name, ours in REPLACEMENTS.items():
+        registry.register(_dotted(name), pkgutil.resolve_name(ours), kinds.REPLACE)
+    for name, ours in WRAPPED.items():
+        registry.register(_dotted(name), pkgutil.resolve_name(ours), kinds.AROUND)
+    registry.apply_hooks()
+
+
+def verify() -> None:
+    """Check that what SGLang will use is ours.
+
+    Raises:
+        ContractError: names the first seam that is not in place.
+    """
+    for name, ours in REPLACEMENTS.items():
+        target = _dotted(name)
+        if pkgutil.resolve_name(target) is not pkgutil.resolve_name(ours):
+            raise ContractError(f"{target} is not replaced by {ours}; this process would serve without it")
+    for name, ours in WRAPPED.items():
+        wrapper: Any = pkgutil.resolve_name(_dotted(name))
+        if not hasattr(wrapper, "__wrapped__"):
+            raise ContractError(
+                f"{_dotted(name)} is not wrapped by {ours}; this process would serve without vlora_sgl"
+            )
+
+
+def _dotted(name: str) -> str:
+    head, _, method = name.partition(".")
+    path = _sgl.NAMES[head].replace(":", ".")
+    return f"{path}.{method}" if method else path

@@ -1,0 +1,101 @@
+"""How the engine's processes start: from which parent each comes, and what it runs first.
+
+SGLang starts two children that each import it anew, about 20 s of one core apiece. On a plain CPU ours come from a
+fork server that imports once, beside the main process. On an accelerator they are spawned as SGLang does it, because
+a process must not fork once a driver is loaded.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing import forkserver
+from typing import Any
+
+PRELOADED = ("vlora_sgl.preload",)
+
+_fork_server_runs = False
+
+
+class WithEnvironment:
+    """A process's target that brings the parent's environment along: a fork server's children have the server's.
+
+    Args:
+        target: a module-level function.
+    """
+
+    def __init__(self, target: Callable[..., None]) -> None:
+        self.target = target
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"target": self.target, "environment": dict(os.environ)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.target = state["target"]
+        os.environ.update(state["environment"])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.target(*args, **kwargs)
+
+
+def start_fork_server() -> None:
+    """Begin importing the engine in a fork server, and return at once. Call before the main process imports it.
+
+    Does nothing in a child process (a program's main module is imported there again).
+    """
+    global _fork_server_runs
+    if _fork_server_runs or multiprocessing.parent_process() is not None:
+        return
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    forkserver.ensure_running()
+    _fork_server_runs = True
+
+
+def use_fork_server(original: Callable[[Any], None], server_args: Any) -> None:
+    """Wraps SGLang's ``_set_envs_and_config``, which sets the start method to spawn: the fork server's, if it runs."""
+    original(server_args)
+    if _fork_server_runs:
+        multiprocessing.set_start_method("forkserver", force=True)
+
+
+def pass_failures_on() -> None:
+    """In the fork server: a child that fails signals its parent with SIGQUIT; the engine's main process wants it."""
+    signal.signal(signal.SIGQUIT, lambda number, frame: os.kill(os.getppid(), number))
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """The scheduler process: ours in place, checked, then SGLang's entry."""
+    from vlora_sgl import _sgl, plugin
+
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    plugin.install()
+    plugin.verify()
+    _sgl.run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer(*args: Any, **kwargs: Any) -> None:
+    """The detokenizer process. Nothing of ours runs in it, but it must be the SGLang we know."""
+    from vlora_sgl import _sgl
+
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    _sgl.check_version()
+    _sgl.run_detokenizer_process(*args, **kwargs)
+
+
+def init_tokenizer_manager(server_args: Any, port_args: Any, TokenizerManagerClass: Any = None) -> Any:
+    """The tokenizer manager and the templates, in the main process."""
+    from vlora_sgl import _sgl, plugin
+
+    plugin.verify()
+    return _sgl.init_tokenizer_manager(server_args, port_args, TokenizerManagerClass)
+
+
+def import_engine() -> None:
+    """Import what the children run, and put ours in place."""
+    from vlora_sgl import _sgl, plugin
+
+    plugin.install()
+    for name in ("run_scheduler_process", "run_detokenizer_process", "ModelRunner"):
+        getattr(_sgl, name)

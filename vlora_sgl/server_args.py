@@ -1,0 +1,143 @@
+"""vlora_sgl's own settings: one frozen dataclass, from which the command line is built.
+
+SGLang's settings stay SGLang's. Ours travel to the engine's processes in one environment variable, because child
+processes are started by SGLang and inherit nothing else of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlora_sgl.core import InferenceMode
+from vlora_sgl.errors import ConfigError
+
+ENVIRONMENT_VARIABLE = "VLORA_SGL_ARGS"
+
+
+def _flag(default: Any, help: str, **options: Any) -> Any:
+    return field(default=default, metadata={"help": help, **options})
+
+
+@dataclass(frozen=True)
+class VLoraArgs:
+    """Settings of vlora_sgl, beside SGLang's ``ServerArgs``. Each field is a flag of the launcher."""
+
+    mode: str = _flag(
+        "auto",
+        "how adapters are applied: 'auto' chooses per batch, the others force one mode (for debugging)",
+        choices=("auto", *(str(mode) for mode in InferenceMode)),
+    )
+    policy: str = _flag(
+        "vlora",
+        "how batches are formed and their mode chosen: the paper's Algorithm 1 ('vlora'), the same with a measured "
+        "cost table ('cost'), or one of the baselines",
+        choices=("vlora", "cost", "unmerged", "merged", "dlora"),
+    )
+    merge_copy: str = _flag(
+        "device",
+        "where the pristine copy of the foldable weights lives: 'device' (exact switch in milliseconds, costs their "
+        "size in device memory) or 'host' (pinned memory, switches at the speed of the bus)",
+        choices=("device", "host"),
+        flag="--merge-copy",
+    )
+    adapter_root: tuple[str, ...] = _flag(
+        (),
+        "directory below which adapters may be loaded at run time; give it several times for several; "
+        "without it any directory is allowed",
+        action="append",
+        metavar="DIR",
+        flag="--adapter-root",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "adapter_root", tuple(self.adapter_root))
+        for item in dataclasses.fields(self):
+            choices = item.metadata.get("choices")
+            if choices and getattr(self, item.name) not in choices:
+                raise ConfigError(
+                    f"{option_string(item)} must be one of {', '.join(choices)}; got {getattr(self, item.name)!r}"
+                )
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Add a group with one flag per field; defaults come from the class."""
+        group = parser.add_argument_group("vlora_sgl", "what vlora_sgl adds to SGLang")
+        for item in dataclasses.fields(cls):
+            options = {key: value for key, value in item.metadata.items() if key != "flag"}
+            # argparse appends to the default in place, so it gets a list of its own.
+            default = list(item.default) if isinstance(item.default, tuple) else item.default
+            group.add_argument(option_string(item), dest=f"vlora_{item.name}", default=default, **options)
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> VLoraArgs:
+        """Build from a parsed command line."""
+        return cls(**{item.name: getattr(namespace, f"vlora_{item.name}") for item in dataclasses.fields(cls)})
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> VLoraArgs:
+        """Read what ``to_environment`` wrote; the defaults where nothing was written.
+
+        Raises:
+            ConfigError: the variable holds something else.
+        """
+        text = (os.environ if environment is None else environment).get(ENVIRONMENT_VARIABLE)
+        if text is None:
+            return cls()
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{ENVIRONMENT_VARIABLE} is not what this version writes: {error}") from error
+
+    def to_environment(self) -> None:
+        """Hand these settings to the processes that this one starts."""
+        os.environ[ENVIRONMENT_VARIABLE] = json.dumps(dataclasses.asdict(self))
+
+
+def option_string(item: dataclasses.Field[Any]) -> str:
+    """The command-line flag of a field: its own, or ``--vlora-`` and its name."""
+    return str(item.metadata.get("flag", "--vlora-" + item.name.replace("_", "-")))
+
+
+def split_argv(argv: Sequence[str]) -> tuple[VLoraArgs, list[str]]:
+    """Take our flags out of a command line.
+
+    Returns:
+        Our settings, and the rest, which is SGLang's, in the order given.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    VLoraArgs.add_cli_args(parser)
+    namespace, rest = parser.parse_known_args(argv)
+    return VLoraArgs.from_cli_args(namespace), rest
+
+
+# What we refuse, by the ServerArgs field, the value that is fine, and why.
+UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
+    ("pp_size", 1, "pipeline parallelism: its ranks do not see one plan"),
+    ("disaggregation_mode", "null", "prefill/decode disaggregation: its loops bypass the mode switch"),
+    ("tokenizer_worker_num", 1, "several tokenizer workers: SGLang starts them without plugins"),
+    ("use_ray", False, "the Ray launcher: it bypasses our processes"),
+    ("enable_dp_attention", False, "data-parallel attention: its ranks must run the same collectives in every mode"),
+)
+
+
+def refuse_unsupported(server_args: Any) -> None:
+    """Refuse, by name, the SGLang settings that would bypass us.
+
+    Raises:
+        ConfigError: names the first such setting, its value and the reason.
+    """
+    for name, fine, reason in UNSUPPORTED:
+        value = getattr(server_args, name, fine)
+        if value != fine and value is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} is not supported: {reason}")
+    speculative = getattr(server_args, "speculative_algorithm", None)
+    if speculative not in (None, "NGRAM"):
+        raise ConfigError(f"--speculative-algorithm={speculative} is not supported with adapters: only NGRAM is")
+    if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
+        raise ConfigError("SGLANG_RUST_SERVER is not supported: it serves requests without our tokenizer manager")
