@@ -1,0 +1,31 @@
+import json
+
+import pytest
+
+from benchmarks import summary
+
+
+def test_newest_row_of_a_name_wins_and_old_rows_stay(tmp_path, capsys):
+    path = tmp_path / "summary.json"
+    summary.record("a.time", 2.0, "ms", False, summary=path, command="run a")
+    summary.record("b.ratio", 1.5, "ratio", True, summary=path)
+    row = summary.record("a.time", 1.25, "ms", False, summary=path)
+    rows = json.loads(path.read_text())
+    assert [r["value"] for r in rows] == [2.0, 1.5, 1.25]
+    rows[0]["date"] = "2000-01-01T00:00:00+00:00"
+    assert [r["name"] for r in summary.newest(rows)] == ["a.time", "b.ratio"]
+    assert summary.newest(rows)[0]["value"] == 1.25
+    assert set(row) >= {"card", "versions", "revision", "command", "date"} and "torch" in row["versions"]
+    summary.main(["--summary", str(path)])
+    assert "| `a.time` | 1.25 | ms | lower |" in capsys.readouterr().out
+
+
+def test_merge_appends_each_row_once(tmp_path):
+    here, there = tmp_path / "here.json", tmp_path / "there.json"
+    summary.record("x", 1, "ratio", True, summary=there)
+    assert (summary.merge(there, here), summary.merge(there, here)) == (1, 0)
+
+
+def test_record_refuses_a_value_that_is_not_a_number(tmp_path):
+    with pytest.raises(ValueError):
+        summary.record("x", "fast", "ms", False, summary=tmp_path / "s.json")
