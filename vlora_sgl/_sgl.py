@@ -41,6 +41,7 @@ NAMES: dict[str, str] = {
     "LORA_BACKEND_CHOICES": "sglang.srt.server_args:LORA_BACKEND_CHOICES",
     # managers
     "Scheduler": "sglang.srt.managers.scheduler:Scheduler",
+    "GenerateReqInput": "sglang.srt.managers.io_struct:GenerateReqInput",
     "TokenizerManager": "sglang.srt.managers.tokenizer_manager:TokenizerManager",
     "OpenAIServingBase": "sglang.srt.entrypoints.openai.serving_base:OpenAIServingBase",
     "LoadLoRAAdapterReqOutput": "sglang.srt.managers.io_struct:LoadLoRAAdapterReqOutput",

@@ -7,11 +7,15 @@ VLoraError                      anything of ours; catch this to catch all
 +-- UnknownAdapterError (KeyError)  no adapter of that name; carries the names that exist
 +-- HeadError (ValueError)      a vision head that is missing, malformed or does not fit
 +-- RequestError (ValueError)   a request that cannot be served as asked
++-- MissingDependencyError (ImportError)  an optional package that this use needs; the message says how to get it
++-- ProgramError (RuntimeError) a statement of a program failed; the message names its file and line
+    +-- ProgramCancelled        the program's run was cancelled by its caller
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class VLoraError(Exception):
@@ -59,3 +63,41 @@ class HeadError(VLoraError, ValueError):
 
 class RequestError(VLoraError, ValueError):
     """A request that cannot be served as asked."""
+
+
+class MissingDependencyError(VLoraError, ImportError):
+    """An optional package is not installed.
+
+    Args:
+        package: its name on the package index.
+        purpose: what needs it, as in "reading the video a.mp4".
+    """
+
+    def __init__(self, package: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}: pip install {package}", name=package)
+
+
+class ProgramError(VLoraError, RuntimeError):
+    """A statement of a program failed.
+
+    Attributes:
+        reason: what went wrong.
+        location: the statement's file, line and function, or None where no single statement is at fault.
+    """
+
+    def __init__(self, reason: str, location: Any = None) -> None:
+        super().__init__(reason, location)
+        self.reason = reason
+        self.location = location
+
+    def locate(self, location: Any) -> None:
+        """Say where, unless that is known already."""
+        if self.location is None:
+            self.location = location
+
+    def __str__(self) -> str:
+        return self.reason if self.location is None else f"{self.location}: {self.reason}"
+
+
+class ProgramCancelled(ProgramError):
+    """The run was cancelled by its caller."""

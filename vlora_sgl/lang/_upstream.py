@@ -1,0 +1,119 @@
+"""SGLang's language front end, imported without SGLang's runtime.
+
+``import sglang`` patches transformers and so pulls in torch, transformers and torchvision: tens of seconds on a small
+machine, for a client that only speaks HTTP. The language modules themselves need none of it. They are imported here
+under a package whose ``__init__`` has not run yet; it runs as soon as anything else of SGLang is asked for, an
+attribute or a submodule, so that the engine in the same process finds everything as it expects it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Completer:
+    """Runs SGLang's postponed ``__init__`` before the first import that is not one of the language modules."""
+
+    def __init__(self, package: ModuleType) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.startswith("sglang."):
+            self.complete()
+
+    def attribute(self, name: str) -> Any:
+        """``sglang.NAME`` for a name that the postponed ``__init__`` would have set."""
+        if self not in sys.meta_path:
+            raise AttributeError(f"module 'sglang' has no attribute {name!r}")
+        self.complete()
+        return getattr(self.package, name)
+
+    def complete(self) -> None:
+        sys.meta_path.remove(self)
+        spec = self.package.__spec__
+        assert spec is not None and spec.loader is not None
+        spec.loader.exec_module(self.package)
+
+
+def _postpone_runtime() -> _Completer | None:
+    """Put SGLang's package in place without running it, unless it is there already (or not installed at all)."""
+    spec = importlib.util.find_spec("sglang") if "sglang" not in sys.modules else None
+    if spec is None:
+        return None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["sglang"] = package
+    completer = _Completer(package)
+    package.__dict__["__getattr__"] = completer.attribute
+    return completer
+
+
+_completer = _postpone_runtime()
+
+from sglang.global_config import global_config  # noqa: E402
+from sglang.lang import tracer  # noqa: E402
+from sglang.lang.backend.base_backend import BaseBackend  # noqa: E402
+from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint  # noqa: E402
+from sglang.lang.chat_template import get_chat_template, get_chat_template_by_model_path  # noqa: E402
+from sglang.lang.choices import (  # noqa: E402
+    ChoicesDecision,
+    ChoicesSamplingMethod,
+    greedy_token_selection,
+    token_length_normalized,
+    unconditional_likelihood_normalized,
+)
+from sglang.lang.interpreter import ProgramState, ProgramStateGroup, StreamExecutor  # noqa: E402
+from sglang.lang.ir import (  # noqa: E402
+    SglArgument,
+    SglCommitLazy,
+    SglConstantText,
+    SglExpr,
+    SglExprList,
+    SglFork,
+    SglFunction,
+    SglGen,
+    SglGetForkItem,
+    SglRoleBegin,
+    SglRoleEnd,
+    SglSamplingParams,
+    SglSelect,
+    SglVariable,
+    SglVarScopeBegin,
+)
+
+if _completer is not None:
+    sys.meta_path.insert(0, _completer)
+
+__all__ = [
+    "BaseBackend",
+    "ChoicesDecision",
+    "ChoicesSamplingMethod",
+    "ProgramState",
+    "ProgramStateGroup",
+    "RuntimeEndpoint",
+    "SglArgument",
+    "SglCommitLazy",
+    "SglConstantText",
+    "SglExpr",
+    "SglExprList",
+    "SglFork",
+    "SglFunction",
+    "SglGen",
+    "SglGetForkItem",
+    "SglRoleBegin",
+    "SglRoleEnd",
+    "SglSamplingParams",
+    "SglSelect",
+    "SglVarScopeBegin",
+    "SglVariable",
+    "StreamExecutor",
+    "get_chat_template",
+    "get_chat_template_by_model_path",
+    "global_config",
+    "greedy_token_selection",
+    "token_length_normalized",
+    "tracer",
+    "unconditional_likelihood_normalized",
+]
