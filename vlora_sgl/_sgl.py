@@ -35,6 +35,9 @@ NAMES: dict[str, str] = {
     "run_scheduler_process": "sglang.srt.managers.scheduler:run_scheduler_process",
     "run_detokenizer_process": "sglang.srt.managers.detokenizer_manager:run_detokenizer_process",
     "kill_process_tree": "sglang.srt.utils:kill_process_tree",
+    "import_processors": "sglang.srt.managers.multimodal_processor:import_processors",
+    "multimodal_processor": "sglang.srt.managers.multimodal_processor",
+    "ModelRegistry": "sglang.srt.models.registry:ModelRegistry",
     # settings
     "ServerArgs": "sglang.srt.server_args:ServerArgs",
     "prepare_server_args": "sglang.srt.server_args:prepare_server_args",

@@ -13,7 +13,7 @@ from vlora_sgl.platforms.cpu import has_accelerator
 if not has_accelerator():
     processes.start_fork_server()
 
-from vlora_sgl import _sgl, plugin
+from vlora_sgl import _sgl, imports, plugin
 from vlora_sgl.defaults import engine_defaults
 from vlora_sgl.server_args import VLoraArgs, refuse_unsupported
 
@@ -41,6 +41,7 @@ class Engine(_sgl.Engine):
 
     def __init__(self, *, vlora: VLoraArgs | None = None, **server_args: Any) -> None:
         (vlora or VLoraArgs()).to_environment()
+        imports.disable_other_models(str(server_args.get("model_path", "")))
         settings = _sgl.ServerArgs(**{**engine_defaults(), "log_level": "error", **server_args})
         refuse_unsupported(settings)
         super().__init__(server_args=settings)

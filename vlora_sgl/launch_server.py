@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vlora_sgl import processes
+from vlora_sgl import imports, processes
 from vlora_sgl.errors import VLoraError
 from vlora_sgl.platforms.cpu import has_accelerator
 from vlora_sgl.server_args import VLoraArgs, refuse_unsupported, split_argv
@@ -26,12 +26,13 @@ def prepare(argv: Sequence[str]) -> Any:
     """
     ours, rest = split_argv(argv)
     ours.to_environment()
+    imports.disable_other_models(imports.model_path_of(rest))
     if not has_accelerator():
-        processes.start_fork_server()
-    from vlora_sgl import _sgl, plugin
+        processes.fork_from_here()
+    processes.import_engine()
+    from vlora_sgl import _sgl
     from vlora_sgl.defaults import command_line_defaults
 
-    plugin.install()
     server_args = _sgl.prepare_server_args([*command_line_defaults(rest), *rest])
     refuse_unsupported(server_args)
     return server_args

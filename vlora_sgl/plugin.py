@@ -25,7 +25,8 @@ REPLACEMENTS: dict[str, str] = {
 # SGLang's method -> the function of ours that wraps it, called as f(original, *args, **kwargs).
 WRAPPED: dict[str, str] = {
     "OpenAIServingBase._resolve_lora_path": "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
-    "set_envs_and_config": "vlora_sgl.processes:use_fork_server",
+    "import_processors": "vlora_sgl.imports:import_needed_processors",
+    "set_envs_and_config": "vlora_sgl.processes:use_start_method",
 }
 
 CPU_PLATFORM = "TorchCpuPlatform"

@@ -1,8 +1,9 @@
 """How the engine's processes start: from which parent each comes, and what it runs first.
 
-SGLang starts two children that each import it anew, about 20 s of one core apiece. On a plain CPU ours come from a
-fork server that imports once, beside the main process. On an accelerator they are spawned as SGLang does it, because
-a process must not fork once a driver is loaded.
+SGLang spawns two children that each import it anew, about 20 s of one core apiece. On a plain CPU ours are forked
+from a process that has imported the engine and done nothing else: by the launcher that is the launcher itself, by
+``Engine`` a fork server, because the user's program may have threads. On an accelerator they are spawned as SGLang
+does it, because a process must not fork once a driver is loaded.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from typing import Any
 
+from vlora_sgl import imports, quiet
+
 PRELOADED = ("vlora_sgl.preload",)
 
-_fork_server_runs = False
+_start_method: str | None = None
 
 
 class WithEnvironment:
@@ -40,24 +43,30 @@ class WithEnvironment:
         self.target(*args, **kwargs)
 
 
+def fork_from_here() -> None:
+    """Have the engine's processes forked from this one, which must have started no threads of its own by then."""
+    global _start_method
+    _start_method = "fork"
+
+
 def start_fork_server() -> None:
-    """Begin importing the engine in a fork server, and return at once. Call before the main process imports it.
+    """Begin importing the engine in a fork server, and return at once. Call before this process imports it.
 
     Does nothing in a child process (a program's main module is imported there again).
     """
-    global _fork_server_runs
-    if _fork_server_runs or multiprocessing.parent_process() is not None:
+    global _start_method
+    if _start_method is not None or multiprocessing.parent_process() is not None:
         return
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     forkserver.ensure_running()
-    _fork_server_runs = True
+    _start_method = "forkserver"
 
 
-def use_fork_server(original: Callable[[Any], None], server_args: Any) -> None:
-    """Wraps SGLang's ``_set_envs_and_config``, which sets the start method to spawn: the fork server's, if it runs."""
+def use_start_method(original: Callable[[Any], None], server_args: Any) -> None:
+    """Wraps SGLang's ``_set_envs_and_config``, which sets the start method to spawn: ours, if one was chosen."""
     original(server_args)
-    if _fork_server_runs:
-        multiprocessing.set_start_method("forkserver", force=True)
+    if _start_method is not None:
+        multiprocessing.set_start_method(_start_method, force=True)
 
 
 def pass_failures_on() -> None:
@@ -67,19 +76,20 @@ def pass_failures_on() -> None:
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """The scheduler process: ours in place, checked, then SGLang's entry."""
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    import_engine()
     from vlora_sgl import _sgl, plugin
 
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    plugin.install()
     plugin.verify()
     _sgl.run_scheduler_process(*args, **kwargs)
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
     """The detokenizer process. Nothing of ours runs in it, but it must be the SGLang we know."""
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    quiet.silence()
     from vlora_sgl import _sgl
 
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     _sgl.check_version()
     _sgl.run_detokenizer_process(*args, **kwargs)
 
@@ -93,9 +103,13 @@ def init_tokenizer_manager(server_args: Any, port_args: Any, TokenizerManagerCla
 
 
 def import_engine() -> None:
-    """Import what the children run, and put ours in place."""
-    from vlora_sgl import _sgl, plugin
+    """Import what the engine's processes run, less what this machine and this model have no use for; put ours in."""
+    quiet.silence()
+    with imports.without_useless_packages():
+        from vlora_sgl import _sgl, plugin
 
-    plugin.install()
-    for name in ("run_scheduler_process", "run_detokenizer_process", "ModelRunner"):
-        getattr(_sgl, name)
+        plugin.install()
+        for name in ("run_scheduler_process", "run_detokenizer_process", "ModelRunner"):
+            getattr(_sgl, name)
+        if imports.DISABLED_MODELS in os.environ:
+            _ = _sgl.ModelRegistry  # the models that are left

@@ -1,0 +1,101 @@
+"""What an engine process need not import: packages that cannot work on this machine, models that are not served.
+
+SGLang imports every model it knows and every optional package it finds, in each process. On two CPU cores that is
+most of the time until the first answer (docs/startup.md has the figures).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vlora_sgl.platforms.cpu import has_accelerator
+
+# Optional to those who import them, and of no use to an engine on a plain CPU: kernels for CUDA and quantisation,
+# and metrics that transformers wants for assisted generation.
+USELESS_ON_CPU = ("flashinfer", "torchao", "sklearn")
+
+# SGLang's own switch: names of modules of sglang.srt.models to leave out.
+DISABLED_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
+
+
+@contextlib.contextmanager
+def without_useless_packages() -> Iterator[None]:
+    """While this lasts, packages of no use on a plain CPU look as if they were not installed."""
+    hidden = [] if has_accelerator() else [name for name in USELESS_ON_CPU if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes an import fail, as documented
+    try:
+        yield
+    finally:
+        for name in hidden:
+            if sys.modules.get(name, name) is None:
+                del sys.modules[name]
+
+
+def disable_other_models(model_path: str) -> None:
+    """Have SGLang skip the models that a local checkpoint's architecture does not name.
+
+    Leaves everything in place when the user has set SGLang's switch, when the path is not a local directory, or when
+    no module defines the architecture (SGLang then falls back to transformers' implementation).
+    """
+    config = Path(model_path) / "config.json"
+    package = _package_directory("sglang.srt.models")
+    if DISABLED_MODELS in os.environ or package is None or not config.is_file():
+        return
+    with contextlib.suppress(ValueError):
+        names = json.loads(config.read_text()).get("architectures") or []
+        defines = re.compile("|".join(rf"class {re.escape(name)}\b" for name in names) or r"(?!)")
+        sources = {path.stem: path.read_text() for path in package.glob("*.py")}
+        others = [stem for stem, text in sources.items() if not defines.search(text)]
+        if len(others) < len(sources):
+            keep = {"__init__", "registry", "transformers"}
+            os.environ[DISABLED_MODELS] = ",".join(sorted(set(others) - keep))
+
+
+def import_needed_processors(original: Callable[..., None], package_name: str, overwrite: bool = False) -> None:
+    """Wraps SGLang's ``import_processors``: leaves out the processors all of whose models are disabled."""
+    from vlora_sgl import _sgl
+
+    disabled = set(os.environ.get(DISABLED_MODELS, "").split(","))
+    directory = _package_directory(package_name)
+
+    def needed(module: str) -> bool:
+        assert directory is not None
+        source = (directory / f"{module.rpartition('.')[2]}.py").read_text()
+        models = set(re.findall(r"sglang\.srt\.models\.(\w+)", source))
+        return not models or not models <= disabled
+
+    def iter_modules(path: Any, prefix: str) -> list[pkgutil.ModuleInfo]:
+        return [module for module in pkgutil.iter_modules(path, prefix) if module.ispkg or needed(module.name)]
+
+    _sgl.multimodal_processor.pkgutil = SimpleNamespace(iter_modules=iter_modules)
+    try:
+        original(package_name, overwrite)
+    finally:
+        _sgl.multimodal_processor.pkgutil = pkgutil
+
+
+def model_path_of(argv: Sequence[str]) -> str:
+    """The value of ``--model-path`` (or ``--model``) on a command line; empty when it is not there."""
+    for position, argument in enumerate(argv):
+        flag, separator, value = argument.partition("=")
+        if flag in ("--model-path", "--model"):
+            return value if separator else "".join(argv[position + 1 : position + 2])
+    return ""
+
+
+def _package_directory(name: str) -> Path | None:
+    """Where a package's sources lie, found without importing it or its parents."""
+    top, *rest = name.split(".")
+    spec = importlib.util.find_spec(top)
+    directory = Path(spec.origin).parent.joinpath(*rest) if spec is not None and spec.origin else None
+    return directory if directory is not None and directory.is_dir() else None
