@@ -1,1 +1,0 @@
-"""Adapters inside the engine: reading them, keeping them, routing rows to them."""
