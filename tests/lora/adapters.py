@@ -1,0 +1,127 @@
+"""Tiny random transformers models and PEFT adapters on them, for tests that compare us with PEFT."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+TEXT = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+_VISION_TOKENS = {
+    "image_token_id": 100,
+    "video_token_id": 101,
+    "vision_start_token_id": 102,
+    "vision_end_token_id": 103,
+}
+_QWEN2_VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "in_channels": 3, "spatial_merge_size": 2}
+
+
+def _qwen25_vl() -> nn.Module:
+    vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32}
+    text = {**TEXT, "rope_parameters": _MROPE}
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config={**vision, "window_size": 16, "fullatt_block_indexes": [1]},
+        tie_word_embeddings=False,
+        **_VISION_TOKENS,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen2_vl() -> nn.Module:
+    text = {**TEXT, "rope_parameters": _MROPE}
+    vision = {**_QWEN2_VISION, "embed_dim": 32, "hidden_size": 32}
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **_VISION_TOKENS)
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen3_vl() -> nn.Module:
+    vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32}
+    text = {**TEXT, "head_dim": 8, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        tie_word_embeddings=False,
+        **_VISION_TOKENS,
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def _llava() -> nn.Module:
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=LlamaConfig(**TEXT),
+        image_token_index=100,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+_BUILDERS: dict[str, Any] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TEXT)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TEXT)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**{**TEXT, "pad_token_id": 0})),
+    "llava": _llava,
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen25_vl,
+    "qwen3_vl": _qwen3_vl,
+}
+FAMILIES = tuple(_BUILDERS)
+
+
+def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A random model of ``family``, the same for the same seed."""
+    torch.manual_seed(seed)
+    return _BUILDERS[family]().to(dtype).eval()
+
+
+@functools.cache
+def tiny_config(family: str) -> Any:
+    """The configuration of ``tiny_model(family)``."""
+    return tiny_model(family).config
+
+
+def tiny_adapter(model: nn.Module, directory: Path, seed: int = 1, strength: float = 0.3, **config: Any) -> PeftModel:
+    """Wraps ``model`` with a random adapter whose B is not zero, saves it to ``directory`` and returns the wrapper."""
+    torch.manual_seed(seed)
+    peft = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 8, **config}))
+    for name, parameter in peft.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=strength)
+    peft.save_pretrained(directory)
+    return peft.eval()

@@ -1,0 +1,46 @@
+"""``vlora_sgl adapters inspect`` tells what loads, what not and why, and the cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.lora.adapters import TEXT, tiny_adapter, tiny_model
+from vlora_sgl.cli import main
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model("qwen2").config.save_pretrained(directory)
+    return directory
+
+
+def test_inspect_prints_what_matched_and_the_cost(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_adapter(tiny_model("qwen2"), tmp_path, target_modules=["q_proj", "v_proj"])
+    assert main(["adapters", "inspect", str(tmp_path), "--model", str(model_dir), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["modules"] == {"q_proj": 3, "v_proj": 3}
+    hidden, kv = TEXT["hidden_size"], TEXT["hidden_size"] // 2
+    factors = 3 * 4 * ((hidden + hidden) + (kv + hidden))
+    assert report["nbytes"] == 4 * factors
+    assert report["slot_bytes"] in (2 * factors, 4 * factors)  # by the dtype the configuration names
+    assert main(["adapters", "inspect", str(tmp_path)]) == 0
+    assert "12, all matched" in capsys.readouterr().out
+
+
+def test_inspect_says_why_it_would_be_refused(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_adapter(tiny_model("qwen2"), tmp_path, target_modules=["q_proj"], use_dora=True)
+    assert main(["adapters", "inspect", str(tmp_path), "--model", str(model_dir)]) == 1
+    assert "refused:" in (error := capsys.readouterr().err) and "DoRA" in error
+
+
+def test_inspect_says_when_the_model_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["adapters", "inspect", str(tmp_path), "--model", str(tmp_path)]) == 1
+    assert "not a model directory" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Adapters inside the engine: reading them, keeping them, routing rows to them."""

@@ -1,0 +1,320 @@
+"""Reads a PEFT LoRA directory into canonical modules, or refuses it by name.
+
+The tensors are the truth: which modules are adapted, and at which rank, is read from the file, so that any form of
+``target_modules`` (list, regular expression, ``all-linear``, with ``exclude_modules`` or ``layers_to_transform``)
+means what it meant in training. The configuration only supplies the scales, and must not contradict the tensors.
+Nothing is dropped: a tensor that cannot be honoured is an :class:`~vlora_sgl.errors.AdapterError` that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vlora_sgl.errors import AdapterError
+from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, canonical_name, is_tower, layer_of
+from vlora_sgl.lora.peft_config import PeftLoraConfig
+from vlora_sgl.lora.report import LoadReport, count
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+INDEX_NAME = WEIGHTS_NAME + ".index.json"
+
+_LORA_KEY = re.compile(
+    r"^(?P<path>.+?)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?$"
+)
+# Whole layers PEFT saves beside an adapter that are heads on the last hidden state.
+_HEADS = ("score", "classifier")
+_PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """The low-rank update of one linear layer: ``y += scale * (x A^T) B^T``.
+
+    Attributes:
+        a: ``[r, in]``, on the CPU, in the file's dtype.
+        b: ``[out, r]``, likewise.
+        scale: the LoRA scaling, not folded into either factor.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Rows of ``a``."""
+        return self.a.shape[0]
+
+    def delta(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """``scale * B A``, ``[out, in]``, computed in ``dtype``."""
+        return self.scale * (self.b.to(dtype) @ self.a.to(dtype))
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """An adapter as read: canonical module name -> factors, whole tensors saved beside them, and the report.
+
+    Stacked projections are already split into their parts, which then share ``a``.
+    """
+
+    modules: Mapping[str, LoraPair]
+    saved: Mapping[str, torch.Tensor]
+    config: PeftLoraConfig
+    report: LoadReport
+
+
+def read_adapter(directory: str | Path, layout: BaseLayout | None = None) -> AdapterWeights:
+    """Reads the adapter in ``directory`` and checks it against a base model.
+
+    Args:
+        directory: holds ``adapter_config.json`` and safetensors, one file or shards.
+        layout: the base model; without it shapes and depth are not checked and stacked projections stay stacked.
+
+    Raises:
+        AdapterError: the adapter cannot be served as it is; the message names the option or tensor.
+    """
+    directory = Path(directory)
+    config = PeftLoraConfig.read(directory)
+    _refuse_added_tokens(directory, layout)
+    return assemble(dict(_tensors(directory)), config, str(directory), layout)
+
+
+def assemble(
+    tensors: Mapping[str, torch.Tensor], config: PeftLoraConfig, source: str, layout: BaseLayout | None = None
+) -> AdapterWeights:
+    """Sorts an adapter's tensors into modules; the part of :func:`read_adapter` that touches no file.
+
+    Raises:
+        AdapterError: as for :func:`read_adapter`.
+    """
+    sides: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+    saved: dict[str, torch.Tensor] = {}
+    notes: list[str] = []
+    unknown: list[str] = []
+    for key, tensor in tensors.items():
+        _check_tensor(key, tensor)
+        match = _LORA_KEY.match(key)
+        if match is None:
+            _sort_other(key, tensor, config, layout, saved, notes, unknown)
+        elif match["side"] in (sides.setdefault(match["path"], {})):
+            raise AdapterError(f"{key}: a second {match['side']} for the same module")
+        else:
+            sides[match["path"]][match["side"]] = (key, tensor)
+    _refuse_towers([path for path in sides if is_tower(path)])
+    unknown += [path for path in sides if canonical_name(path) is None]
+    if unknown:
+        raise AdapterError(
+            f"{source}: {len(unknown)} of {len(tensors)} tensors fit no module of a language model, for example "
+            f"{_sample(unknown)}"
+        )
+
+    modules: dict[str, LoraPair] = {}
+    origin: dict[str, str] = {}
+    for path, pair in sides.items():
+        name = canonical_name(path)
+        assert name is not None
+        for part, lora in _module(path, name, pair, config, layout):
+            if part in modules:
+                raise AdapterError(f"{path}: adapts {part}, which {origin[part]} adapts already")
+            modules[part], origin[part] = lora, path
+    if not modules:
+        raise AdapterError(f"{source}: no LoRA tensor matched any module; keys look like {_sample(list(tensors))}")
+    if not any(bool(pair.b.any()) for pair in modules.values()):
+        notes.append("every B is zero: the adapter changes nothing")
+
+    report = LoadReport(
+        path=source,
+        digest=_digest(modules, saved),
+        tensors=sum(map(len, sides.values())),
+        modules=count(name.rpartition(".")[2] for name in modules),
+        layers=len({layer_of(name) for name in modules} - {None}),
+        ranks=count(pair.rank for pair in modules.values()),
+        scales=count(pair.scale for pair in modules.values()),
+        prefixes=tuple(sorted({path.removesuffix(canonical_name(path) or "").rstrip(".") for path in sides})),
+        heads={name: tuple(tensor.shape) for name, tensor in saved.items()},
+        nbytes=sum(t.numel() * t.element_size() for pair in sides.values() for _, t in pair.values()),
+        notes=tuple(notes),
+    )
+    return AdapterWeights(modules, saved, config, report)
+
+
+def _module(
+    path: str,
+    name: str,
+    pair: dict[str, tuple[str, torch.Tensor]],
+    config: PeftLoraConfig,
+    layout: BaseLayout | None,
+) -> Iterator[tuple[str, LoraPair]]:
+    """Checks the two factors of one module and yields them, split into the parts of a stacked projection."""
+    if len(pair) != 2:
+        ((side, (key, _)),) = pair.items()
+        raise AdapterError(f"{key}: its lora_{'B' if side == 'A' else 'A'} is missing")
+    (a_key, a), (b_key, b) = pair["A"], pair["B"]
+    if "experts" in name.split("."):
+        raise AdapterError(f"{a_key}: LoRA on routed experts is not supported")
+    if a.dim() != 2 or b.dim() != 2:
+        raise AdapterError(f"{a_key}: expected matrices, got A {list(a.shape)} and B {list(b.shape)}")
+    rank = a.shape[0]
+    if b.shape[1] != rank:
+        raise AdapterError(f"{b_key}: A has rank {rank}, B {b.shape[1]}")
+    if config.rank(path) != rank:
+        raise AdapterError(f"{a_key}: the tensors have rank {rank}, the configuration says {config.rank(path)}")
+    scale = config.scale(path, rank)
+    if layout is None:
+        yield name, LoraPair(a, b, scale)
+        return
+    layout.check_layer(name, a_key)
+    expected = layout.expected(name)
+    if expected is None:
+        raise AdapterError(f"{a_key}: this model has no module {name}")
+    if (b.shape[0], a.shape[1]) != expected:
+        raise AdapterError(
+            f"{a_key}: B {list(b.shape)} and A {list(a.shape)} make an update of [{b.shape[0]}, {a.shape[1]}]; "
+            f"{name} of this model is {list(expected)}"
+        )
+    row = 0
+    for part in layout.parts_of(name):
+        rows = layout.shapes[part][0]
+        yield part, LoraPair(a, b[row : row + rows], scale)
+        row += rows
+
+
+def _sort_other(
+    key: str,
+    tensor: torch.Tensor,
+    config: PeftLoraConfig,
+    layout: BaseLayout | None,
+    saved: dict[str, torch.Tensor],
+    notes: list[str],
+    unknown: list[str],
+) -> None:
+    """Files a tensor that is no LoRA factor under saved heads, notes or unknown keys, or refuses it."""
+    if "lora_magnitude_vector" in key:
+        raise AdapterError(f"{key}: DoRA magnitudes cannot be served")
+    if re.search(r"\.lora_[AB]\.(?:[^.]+\.)?bias$", key):
+        raise AdapterError(f"{key}: lora_bias cannot be served")
+    path, _, kind = key.rpartition(".")
+    leaf = path.removesuffix(".base_layer").rpartition(".")[2]
+    if leaf in EMBEDDING_MODULES:
+        if (
+            layout is not None
+            and "embed_tokens" in layout.shapes
+            and tensor.shape[0] != layout.shapes["embed_tokens"][1]
+        ):
+            raise AdapterError(
+                f"{key}: {tensor.shape[0]} rows, the model's vocabulary has {layout.shapes['embed_tokens'][1]}; "
+                "adapters that add vocabulary cannot be served"
+            )
+        if path.endswith(".base_layer") and leaf not in config.modules_to_save:
+            # PEFT stores the frozen base embedding beside an adapter that targets it.
+            notes.append(f"{key} is PEFT's copy of the base model's frozen weights and is not used")
+            return
+        raise AdapterError(
+            f"{key}: a saved {leaf} would replace the base model's for one adapter and cannot be served"
+        )
+    if leaf in _HEADS:
+        saved[f"{leaf}.{kind}"] = tensor
+        return
+    if leaf in config.modules_to_save or "modules_to_save" in path:
+        raise AdapterError(f"{key}: of modules_to_save only {' and '.join(_HEADS)} can be served")
+    unknown.append(key)
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the adapter's safetensors, copied: nothing stays mapped, so the files may be replaced."""
+    for path in weight_files(directory):
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as file:
+                for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping
+                    yield key, file.get_tensor(key).clone()
+        except (SafetensorError, OSError, ValueError) as error:
+            raise AdapterError(f"{path}: not a complete safetensors file: {error}") from None
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors that hold the adapter: the index's shards, the one file PEFT writes, or its numbered shards.
+
+    Raises:
+        AdapterError: there are none, a listed shard is missing, or a shard points out of the directory.
+    """
+    index = directory / INDEX_NAME
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise AdapterError(f"{index}: not an index of shards: {error!r}") from None
+        if any(not isinstance(n, str) or Path(n).name != n for n in names):
+            raise AdapterError(f"{index}: shards must lie beside their index, got {_sample(list(map(str, names)))}")
+    elif (directory / WEIGHTS_NAME).is_file():
+        names = [WEIGHTS_NAME]
+    else:
+        names = sorted(path.name for path in directory.glob("adapter_model-*.safetensors"))
+    if not names:
+        pickles = sorted(p.name for p in directory.glob("*") if p.suffix in _PICKLES)
+        if pickles:
+            raise AdapterError(
+                f"{directory}: {pickles[0]} is a pickle, which may carry code; only safetensors are read"
+            )
+        raise AdapterError(f"{directory}: no {WEIGHTS_NAME}")
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise AdapterError(f"{directory}: shard {missing[0]} is listed but missing")
+    return [directory / name for name in names]
+
+
+def _check_tensor(key: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise AdapterError(f"{key}: dtype {tensor.dtype} is not a floating type adapters come in")
+    if not bool(torch.isfinite(tensor).all()):
+        raise AdapterError(f"{key}: holds NaN or infinite values")
+
+
+def _refuse_towers(paths: list[str]) -> None:
+    if paths:
+        raise AdapterError(
+            f"{len(paths)} modules lie in the vision tower or projector, whose LoRA is not applied, for example "
+            f"{_sample(paths)}"
+        )
+
+
+def _refuse_added_tokens(directory: Path, layout: BaseLayout | None) -> None:
+    """Refuses ``added_tokens.json`` with ids past the base vocabulary; copies of the base's own list are harmless."""
+    path = directory / "added_tokens.json"
+    if layout is None or not path.is_file():
+        return
+    try:
+        tokens = json.loads(path.read_text(encoding="utf-8"))
+        added = [token for token, index in tokens.items() if index >= layout.shapes["embed_tokens"][1]]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise AdapterError(f"{path}: not a table of tokens: {error}") from None
+    if added:
+        raise AdapterError(f"{path}: adds {len(added)} token(s) to the vocabulary, for example {_sample(added)}")
+
+
+def _digest(modules: Mapping[str, LoraPair], saved: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+
+    def feed(label: str, tensor: torch.Tensor) -> None:
+        digest.update(f"{label} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+
+    for name, pair in sorted(modules.items()):
+        feed(f"{name} A {pair.scale!r}", pair.a)
+        feed(f"{name} B", pair.b)
+    for name, tensor in sorted(saved.items()):
+        feed(name, tensor)
+    return digest.hexdigest()
+
+
+def _sample(keys: list[str]) -> str:
+    return ", ".join(sorted(keys)[:_SAMPLES]) + (", ..." if len(keys) > _SAMPLES else "")

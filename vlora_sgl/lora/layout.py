@@ -1,0 +1,207 @@
+"""Which linear layers a base model has, under one name each, however a checkpoint or an engine spells it.
+
+A tensor of layer 3's query projection is called ``model.layers.3.self_attn.q_proj`` in one release of transformers,
+``model.language_model.layers.3…`` in the next, ``language_model.model.layers.3…`` in SGLang. The *canonical* name
+drops every wrapper: ``layers.3.self_attn.q_proj``. Adapters, base checkpoints and engines all meet there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlora_sgl.errors import AdapterError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Module names that only wrap the language model; they carry no meaning of their own.
+_WRAPPERS = frozenset(
+    {"base_model", "model", "language_model", "text_model", "llm", "transformer", "decoder", "module"}
+)
+
+# A path through one of these belongs to an image, video or audio tower, or to what joins it to the language model.
+_TOWER = re.compile(
+    r"(^|\.)(visual|vision\w*|vit|image_\w+|audio\w*|multi_modal_projector|mm_projector|projector|merger|"
+    r"deepstack\w*|resampler|connector|aligner|embed_vision)(\.|$)"
+)
+_LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+
+#: The two linear layers outside the decoder stack that an adapter may target.
+EMBEDDING_MODULES = ("embed_tokens", "lm_head")
+
+
+def is_tower(path: str) -> bool:
+    """Whether ``path`` lies in a vision or audio tower or its projector, by the names in use for those."""
+    return _TOWER.search(path) is not None
+
+
+def canonical_name(path: str) -> str | None:
+    """The name of a language-model module without its wrappers, or ``None`` if ``path`` names no such module.
+
+    >>> canonical_name("base_model.model.model.language_model.layers.3.mlp.up_proj")
+    'layers.3.mlp.up_proj'
+    >>> canonical_name("lm_head"), canonical_name("model.visual.blocks.0.attn.qkv")
+    ('lm_head', None)
+    """
+    if is_tower(path):
+        return None
+    parts = path.split(".")
+    while parts and parts[0] in _WRAPPERS:
+        parts.pop(0)
+    name = ".".join(parts)
+    return name if _LAYER.match(name) or name in EMBEDDING_MODULES else None
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer of a canonical name; ``None`` for the embedding and the output layer."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class BaseLayout:
+    """The linear layers of one base model.
+
+    Attributes:
+        shapes: canonical name -> ``(out_features, in_features)``. Stacked projections appear as their parts (q, k, v;
+            gate, up). ``embed_tokens`` has ``(hidden, vocabulary)``, as its LoRA factors do.
+        fused: canonical name of a stacked projection -> the canonical names of its parts, in row order.
+        num_layers: depth of the decoder.
+        paths: canonical name -> the module's path in the transformers model; empty when built from an engine.
+        other_linears: paths of linear layers outside the language model (towers, projectors).
+    """
+
+    shapes: Mapping[str, tuple[int, int]]
+    fused: Mapping[str, tuple[str, ...]]
+    num_layers: int
+    paths: Mapping[str, str] = field(default_factory=dict)
+    other_linears: tuple[str, ...] = ()
+
+    @classmethod
+    def from_modules(
+        cls, linears: Iterable[tuple[str, tuple[int, int], tuple[int, ...]]], embeddings: Mapping[str, tuple[int, int]]
+    ) -> BaseLayout:
+        """Builds the layout from ``(path, (out, in), part sizes)`` of every linear layer.
+
+        Args:
+            linears: ``part sizes`` are the output sizes of the parts of a stacked projection, empty for a plain one.
+            embeddings: path -> ``(hidden, vocabulary)`` of embedding layers.
+        """
+        shapes: dict[str, tuple[int, int]] = {}
+        fused: dict[str, tuple[str, ...]] = {}
+        paths: dict[str, str] = {}
+        others: list[str] = []
+        for path, (out, inner), sizes in linears:
+            name = canonical_name(path)
+            if name is None:
+                others.append(path)
+                continue
+            paths[name] = path
+            if not sizes:
+                shapes[name] = (out, inner)
+                continue
+            parent = name.rpartition(".")[0]
+            parts = tuple(f"{parent}.{leaf}" for leaf in (_QKV if len(sizes) == 3 else _GATE_UP))
+            fused[name] = parts
+            shapes.update({part: (size, inner) for part, size in zip(parts, sizes, strict=True)})
+        for path, shape in embeddings.items():
+            name = canonical_name(path)
+            if name in EMBEDDING_MODULES:
+                shapes[name] = shape
+                paths[name] = path
+        # A split model also accepts adapters trained on its stacked spelling (Megatron-style trainers write those).
+        for stacked, leaves in (("qkv_proj", _QKV), ("gate_up_proj", _GATE_UP)):
+            for name in [n for n in shapes if n.endswith("." + leaves[0])]:
+                parent = name.rpartition(".")[0]
+                parts = tuple(f"{parent}.{leaf}" for leaf in leaves)
+                if all(p in shapes for p in parts):
+                    fused.setdefault(f"{parent}.{stacked}", parts)
+        layers = [layer for n in shapes if (layer := layer_of(n)) is not None]
+        return cls(shapes, fused, max(layers, default=-1) + 1, paths, tuple(others))
+
+    @classmethod
+    def from_config(cls, config: Any) -> BaseLayout:
+        """The layout of the transformers model that ``config`` describes, built without memory (meta device)."""
+        return cls.from_model(empty_model(config))
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> BaseLayout:
+        """The layout of a transformers model; only the shapes of its weights are read."""
+        from torch import nn
+
+        config: Any = model.config
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        linears: list[tuple[str, tuple[int, int], tuple[int, ...]]] = []
+        embeddings: dict[str, tuple[int, int]] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                embeddings[path] = (module.embedding_dim, module.num_embeddings)
+            elif isinstance(module, nn.Linear):
+                shape = (module.out_features, module.in_features)
+                linears.append((path, shape, _part_sizes(path, shape[0], text)))
+        return cls.from_modules(linears, embeddings)
+
+    @classmethod
+    def from_directory(cls, model_dir: str | Path) -> BaseLayout:
+        """The layout of the model whose ``config.json`` lies in ``model_dir``; no weights are read.
+
+        Raises:
+            ConfigError: there is no readable configuration.
+        """
+        from transformers import AutoConfig
+
+        if not (Path(model_dir) / "config.json").is_file():
+            raise ConfigError(f"{model_dir}: no config.json, so this is not a model directory")
+        return cls.from_config(AutoConfig.from_pretrained(str(model_dir)))
+
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """The parts of a stacked projection; a plain one is its own only part."""
+        return self.fused.get(name, (name,))
+
+    def expected(self, name: str) -> tuple[int, int] | None:
+        """``(out, in)`` of a module, the sum over its parts for a stacked one; ``None`` if the model lacks it."""
+        parts = self.parts_of(name)
+        if any(p not in self.shapes for p in parts):
+            return None
+        return sum(self.shapes[p][0] for p in parts), self.shapes[parts[0]][1]
+
+    def check_layer(self, name: str, key: str) -> None:
+        """Refuses a layer index past the depth.
+
+        Raises:
+            AdapterError: ``key``, whose canonical name is ``name``, lies past the last layer.
+        """
+        layer = layer_of(name)
+        if layer is not None and layer >= self.num_layers:
+            raise AdapterError(f"{key}: layer {layer} is past the depth of this model ({self.num_layers} layers)")
+
+
+def empty_model(config: Any) -> nn.Module:
+    """The transformers model of ``config`` with weights on the meta device, the class chosen as its config asks."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def _part_sizes(path: str, out: int, text_config: Any) -> tuple[int, ...]:
+    """Output sizes of the parts of a projection that the transformers model itself keeps stacked (Phi-3 and kin)."""
+    leaf = path.rpartition(".")[2]
+    if leaf == "gate_up_proj":
+        return (out // 2, out // 2)
+    if leaf != "qkv_proj":
+        return ()
+    heads = text_config.num_attention_heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    return (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)

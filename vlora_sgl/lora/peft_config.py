@@ -1,0 +1,146 @@
+"""``adapter_config.json`` of a PEFT LoRA adapter: what it says about ranks and scales, and what we refuse by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+
+from vlora_sgl.errors import AdapterError
+from vlora_sgl.lora.layout import canonical_name
+
+CONFIG_NAME = "adapter_config.json"
+
+# Options that change the function an adapter computes, in a way the operator does not carry out.
+_REFUSED = {
+    "use_dora": "DoRA rescales the base weight's columns",
+    "lora_bias": "lora_bias adds a bias to every B",
+    "use_qalora": "QA-LoRA pools the input groups",
+    "use_bdlora": "BD-LoRA factors are block diagonal",
+    "alora_invocation_tokens": "aLoRA activates at tokens of its own",
+    "layer_replication": "layer_replication changes the base model's depth",
+    "target_parameters": "target_parameters adapts bare parameters such as fused experts",
+    "trainable_token_indices": "trainable_token_indices replaces rows of the embedding",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "kasa_config": "KaSA changes the base weights",
+    "arrow_config": "Arrow routes between adapters",
+}
+# Initialisations that subtract from the base weights, so that the saved factors fit a base nobody serves.
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+# Options that only matter while training, whatever their value.
+_TRAINING_ONLY = frozenset({"loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"})
+
+
+@dataclass(frozen=True)
+class PeftLoraConfig:
+    """What serving needs from an adapter's configuration.
+
+    Attributes:
+        r: default rank.
+        alpha: default alpha.
+        rslora: the scale is ``alpha / sqrt(r)`` instead of ``alpha / r`` (rank-stabilised LoRA, arXiv 2312.03732).
+        rank_pattern: regular expression on module paths -> rank.
+        alpha_pattern: regular expression on module paths -> alpha.
+        modules_to_save: names of modules saved whole, beside the LoRA factors.
+        raw: the file as read.
+    """
+
+    r: int
+    alpha: float
+    rslora: bool
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+    modules_to_save: tuple[str, ...]
+    raw: dict[str, Any]
+
+    @classmethod
+    def read(cls, directory: Path) -> PeftLoraConfig:
+        """Reads and checks ``directory/adapter_config.json``.
+
+        Raises:
+            AdapterError: the file is missing, is not JSON, is not of a LoRA adapter, or asks for what we refuse.
+        """
+        path = directory / CONFIG_NAME
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise AdapterError(f"{directory}: no {CONFIG_NAME}, so this is not a PEFT adapter") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise AdapterError(f"{path}: not readable as JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise AdapterError(f"{path}: expected a JSON object, got {type(raw).__name__}")
+        return cls.from_dict(raw, str(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], source: str = CONFIG_NAME) -> PeftLoraConfig:
+        """Checks a configuration that was already read; ``source`` names it in messages.
+
+        Raises:
+            AdapterError: as for :meth:`read`.
+        """
+        if str(raw.get("peft_type", "")).upper() != "LORA":
+            raise AdapterError(f"{source}: peft_type is {raw.get('peft_type')!r}, only 'LORA' can be served")
+        for option, why in _REFUSED.items():
+            if raw.get(option) not in (None, False, [], {}):
+                raise AdapterError(f"{source}: {option}={raw[option]!r} cannot be served ({why})")
+        if raw.get("bias", "none") != "none":
+            raise AdapterError(f"{source}: bias={raw['bias']!r} cannot be served (it trains the base model's biases)")
+        init = raw.get("init_lora_weights")
+        if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
+            raise AdapterError(
+                f"{source}: init_lora_weights={init!r} changes the base weights; convert the adapter to plain LoRA "
+                "(PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+            )
+        known = {f.name for f in fields(LoraConfig)} | _TRAINING_ONLY
+        for option, value in raw.items():
+            if option not in known and value not in (None, False, [], {}, ""):
+                raise AdapterError(f"{source}: option {option}={value!r} is unknown to this release")
+        try:
+            return cls(
+                r=_positive(raw.get("r", LoraConfig.r), "r"),
+                alpha=float(raw.get("lora_alpha", LoraConfig.lora_alpha)),
+                rslora=bool(raw.get("use_rslora", False)),
+                rank_pattern={k: _positive(v, f"rank_pattern[{k!r}]") for k, v in _table(raw, "rank_pattern")},
+                alpha_pattern={k: float(v) for k, v in _table(raw, "alpha_pattern")},
+                modules_to_save=tuple(raw.get("modules_to_save") or ()),
+                raw=raw,
+            )
+        except (TypeError, ValueError) as error:
+            raise AdapterError(f"{source}: {error}") from None
+
+    def rank(self, path: str) -> int:
+        """The rank the configuration gives the module at ``path``, by PEFT's own matching rule."""
+        return int(_lookup(self.rank_pattern, path, self.r))
+
+    def scale(self, path: str, rank: int) -> float:
+        """The factor on ``B A`` for the module at ``path`` of rank ``rank``."""
+        alpha = float(_lookup(self.alpha_pattern, path, self.alpha))
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _lookup(pattern: dict[str, Any], path: str, default: Any) -> Any:
+    """PEFT's pattern lookup on the path as saved, then on the canonical name (keys may be re-prefixed)."""
+    for candidate in (path, canonical_name(path) or path):
+        key = get_pattern_key(list(pattern), candidate)
+        if key in pattern:
+            return pattern[key]
+    return default
+
+
+def _table(raw: dict[str, Any], option: str) -> list[tuple[str, Any]]:
+    value = raw.get(option) or {}
+    if not isinstance(value, dict):
+        raise TypeError(f"{option} must be an object, got {value!r}")
+    return list(value.items())
+
+
+def _positive(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what} must be a positive integer, got {value!r}")
+    return value
