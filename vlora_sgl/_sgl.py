@@ -49,9 +49,18 @@ NAMES: dict[str, str] = {
     "OpenAIServingBase": "sglang.srt.entrypoints.openai.serving_base:OpenAIServingBase",
     "LoadLoRAAdapterReqOutput": "sglang.srt.managers.io_struct:LoadLoRAAdapterReqOutput",
     "ModelRunner": "sglang.srt.model_executor.model_runner:ModelRunner",
+    "SchedulerWeightUpdaterManager": "sglang.srt.managers.scheduler_components.weight_updater"
+    ":SchedulerWeightUpdaterManager",
+    "DecodeCudaGraphRunner": "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
+    "capture_mode": "sglang.srt.model_executor.runner_utils.capture_mode",
     # LoRA
     "LoRAManager": "sglang.srt.lora.lora_manager:LoRAManager",
     "BaseLoRABackend": "sglang.srt.lora.backend.base_backend:BaseLoRABackend",
+    "ColumnParallelLinearWithLoRA": "sglang.srt.lora.layers:ColumnParallelLinearWithLoRA",
+    "RowParallelLinearWithLoRA": "sglang.srt.lora.layers:RowParallelLinearWithLoRA",
+    "UnquantizedLinearMethod": "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod",
+    "EMBEDDING_NAMES": "sglang.srt.lora.utils:EMBEDDING_NAMES",
+    "get_target_module_name": "sglang.srt.lora.utils:get_target_module_name",
     "register_lora_backend": "sglang.srt.lora.backend.lora_registry:register_lora_backend",
 }
 
@@ -66,6 +75,14 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "LoRAManager.prepare_lora_batch": ("self", "forward_batch"),
     "LoRAManager.fetch_new_loras": ("self", "new_loras"),
     "LoRAManager.validate_lora_batch": ("self", "lora_ids"),
+    "LoRAManager.init_lora_modules": ("self",),
+    "LoRAManager._unload_lora_adapter": ("self", "lora_ref"),
+    "ModelRunner.init_weight_updater": ("self",),
+    "ModelRunner.init_weight_exporter": ("self",),
+    "ModelRunner.check_weights": ("self", "action", "allow_quant_error"),
+    "ModelRunner._decode_cuda_graph_runner_cls": ("self",),
+    "DecodeCudaGraphRunner._resolve_lora_variant": ("self", "forward_batch"),
+    "SchedulerWeightUpdaterManager.release_memory_occupation": ("self", "recv_req"),
     "run_scheduler_process": ("server_args", "port_args", "gpu_id"),
     "init_tokenizer_manager": ("server_args", "port_args", "TokenizerManagerClass"),
 }

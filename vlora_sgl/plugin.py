@@ -20,10 +20,15 @@ from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
 REPLACEMENTS: dict[str, str] = {
     "Scheduler": "vlora_sgl.managers.scheduler:VLoraScheduler",
     "TokenizerManager": "vlora_sgl.managers.tokenizer_manager:VLoraTokenizerManager",
+    "LoRAManager": "vlora_sgl.lora.manager:VLoraManager",
+    "ModelRunner": "vlora_sgl.model_executor.model_runner:VLoraModelRunner",
 }
 
 # SGLang's method -> the function of ours that wraps it, called as f(original, *args, **kwargs).
 WRAPPED: dict[str, str] = {
+    "SchedulerWeightUpdaterManager.release_memory_occupation": (
+        "vlora_sgl.model_executor.model_runner:release_pristine"
+    ),
     "OpenAIServingBase._resolve_lora_path": "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
     "import_processors": "vlora_sgl.imports:import_needed_processors",
     "set_envs_and_config": "vlora_sgl.processes:use_start_method",

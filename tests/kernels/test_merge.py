@@ -1,0 +1,138 @@
+"""Merging against float64: the Triton kernel (interpreted here, compiled where there is a GPU) and the CPU path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from vlora_sgl.kernels.merge import FoldTarget, MergeTable, merge_reference, ulp_distance
+from vlora_sgl.kernels.merge import kernel as merge_kernel
+
+SLOTS, MAX_RANK = 3, 40
+DEVICES = ["interpreter", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Where the operation runs. ``interpreter``: the kernel itself, on CPU tensors."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        yield torch.device("cuda")
+        return
+    if request.param == "interpreter":
+        monkeypatch.setattr(merge_kernel, "_merge_kernel", InterpretedFunction(merge_kernel._merge_kernel.fn))
+    yield torch.device("cpu")
+
+
+def stack(
+    shape_of_slices: tuple[int, ...], k: int, group: str, device: torch.device, dtype: torch.dtype
+) -> list[FoldTarget]:
+    """The fold targets of one (stacked) linear layer, with noise in every slot, past every rank too."""
+    n, c = sum(shape_of_slices), len(shape_of_slices)
+    weight = torch.randn(n, k, device=device, dtype=torch.float64).to(dtype)
+    lora_a = torch.randn(SLOTS, c * MAX_RANK, k, device=device).to(dtype)
+    lora_b = torch.randn(SLOTS, n, MAX_RANK, device=device).to(dtype)
+    pristine, targets, row = weight.clone(), [], 0
+    for index, size in enumerate(shape_of_slices):
+        rows = slice(row, row + size)
+        targets.append(
+            FoldTarget(f"{group}[{index}]", group, weight[rows], pristine[rows], lora_a, lora_b[:, rows], index)
+        )
+        row += size
+    return targets
+
+
+def table(device: torch.device, dtype: torch.dtype) -> MergeTable:
+    """A qkv stack of unequal slices, ragged against the tiles, and a row-parallel projection."""
+    torch.manual_seed(5)
+    targets = [*stack((70, 20, 20), 48, "qkv", device, dtype), *stack((33,), 37, "down", device, dtype)]
+    return MergeTable(targets, block_n=32, block_k=16, num_warps=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [1, 16, 17, MAX_RANK])
+def test_fold_is_the_rounded_float64_sum(device: torch.device, dtype: torch.dtype, rank: int) -> None:
+    merge = table(device, dtype)
+    merge.fold(merge.groups, slot=1, rank=rank, scaling=0.37)
+    for t in merge.targets:
+        a, b = t.operands(slot=1, rank=rank)
+        expected = merge_reference(t.pristine, a, b, 0.37)
+        assert not torch.equal(t.weight, t.pristine), t.name
+        if dtype == torch.float16:
+            # float32 accumulation is 13 bits finer than the result: only a sum beside a tie can round the other way.
+            distance = ulp_distance(t.weight, expected)
+            small = expected.abs() < 0.05  # where cancellation makes an ulp finer than the addends' error
+            assert distance[~small].max() <= 1, t.name
+        # |fl(sum) - sum| <= (r + 2) u sum|terms| of a float32 chain, plus the result's own rounding.
+        bound = (rank + 2) * 2.0**-24 * (t.pristine.double().abs() + 0.37 * b.double().abs() @ a.double().abs())
+        exact = t.pristine.double() + 0.37 * (b.double() @ a.double())
+        assert ((t.weight.double() - exact).abs() <= bound + torch.finfo(dtype).eps / 2 * exact.abs() + 1e-7).all()
+
+
+def test_a_fold_touches_only_its_groups(device: torch.device) -> None:
+    merge = table(device, torch.float32)
+    merge.fold(["down"], slot=0, rank=8, scaling=1.0)
+    for t in merge.targets:
+        assert torch.equal(t.weight, t.pristine) == (t.group == "qkv"), t.name
+
+
+def test_restore_is_bit_exact_even_for_negative_zero(device: torch.device) -> None:
+    merge = table(device, torch.float32)
+    merge.targets[0].pristine[0, 0] = -0.0
+    merge.fold(merge.groups, slot=2, rank=16, scaling=2.0)
+    merge.restore(merge.groups)
+    for t in merge.targets:
+        assert torch.equal(t.weight.view(torch.int32), t.pristine.view(torch.int32)), t.name
+
+
+def test_a_second_fold_forgets_the_first(device: torch.device) -> None:
+    merge, fresh = table(device, torch.float32), table(device, torch.float32)
+    for slot in (0, 2, 1):
+        merge.fold(merge.groups, slot=slot, rank=24, scaling=1.5)
+    fresh.fold(fresh.groups, slot=1, rank=24, scaling=1.5)
+    for ours, theirs in zip(merge.targets, fresh.targets, strict=True):
+        assert torch.equal(ours.weight, theirs.weight), ours.name
+
+
+def test_unaligned_shapes_drop_the_alignment_promise() -> None:
+    assert table(torch.device("cpu"), torch.float32)._align == 1  # 37 columns
+    aligned = MergeTable(stack((64,), 64, "o", torch.device("cpu"), torch.float32))
+    assert aligned._align == 4
+
+
+def test_refreshed_pristine_weights_are_what_restore_brings_back(device: torch.device) -> None:
+    merge = table(device, torch.float32)
+    updated = [torch.randn_like(t.weight) for t in merge.targets]
+    for t, new in zip(merge.targets, updated, strict=True):
+        t.weight.copy_(new)
+    merge.refresh_pristine()
+    merge.fold(merge.groups, slot=0, rank=4, scaling=1.0)
+    merge.restore(merge.groups)
+    assert all(torch.equal(t.weight, new) for t, new in zip(merge.targets, updated, strict=True))
+
+
+def test_nbytes_counts_one_read_and_one_write() -> None:
+    merge = table(torch.device("cpu"), torch.float32)
+    assert merge.nbytes(["down"]) == 2 * 4 * 33 * 37
+    assert merge.nbytes(merge.groups) == 2 * 4 * (110 * 48 + 33 * 37)
+
+
+def test_mismatched_shapes_are_refused_by_name() -> None:
+    good = stack((8,), 16, "o", torch.device("cpu"), torch.float32)[0]
+    with pytest.raises(ValueError, match=r"o_proj.*\(8, 16\)"):
+        FoldTarget("o_proj", "o", good.weight, good.pristine[:4], good.lora_a, good.lora_b)
+    with pytest.raises(ValueError, match="one type"):
+        FoldTarget("o_proj", "o", good.weight.half(), good.pristine, good.lora_a, good.lora_b)
+    with pytest.raises(ValueError, match="no fold targets in groups"):
+        MergeTable([good]).restore(["gate"])
+
+
+def test_ulp_distance_counts_representable_neighbours() -> None:
+    one = torch.tensor([1.0, -1.0, 0.0, -0.0])
+    up = torch.nextafter(one, torch.tensor(float("inf")))
+    assert ulp_distance(one, up).tolist() == [1, 1, 1, 1]
+    assert ulp_distance(torch.tensor([0.0]), torch.tensor([-0.0])).item() == 0

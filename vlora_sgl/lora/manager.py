@@ -1,0 +1,336 @@
+"""SGLang's LoRA manager with modes: it carries out the plan of each batch just before the batch runs.
+
+The scheduler calls ``set_plan``; SGLang then builds the forward batch on the forward stream and calls
+``fetch_new_loras`` and ``prepare_lora_batch`` from there, which makes the latter the place to switch weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+
+from vlora_sgl import _sgl
+from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, row_pairs
+from vlora_sgl.errors import ConfigError, UnknownAdapterError
+from vlora_sgl.kernels.merge import FoldTarget, MergeTable
+from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
+from vlora_sgl.server_args import VLoraArgs
+
+logger = logging.getLogger(__name__)
+
+ROUTED_BACKEND = "atmm"
+
+Run = tuple[tuple[tuple[int, float], ...], int]
+"""``(pairs, n_rows)``: the next ``n_rows`` rows apply these ``(slot, weight)`` pairs (see ``core.Segment``)."""
+
+# Parts of a multimodal model that are not its language model. SGLang wraps any module below a ``layers.N`` whose last
+# name matches, so CLIP and SigLIP towers would get language-shaped pool buffers.
+_TOWERS = re.compile(r"(^|\.)(visual|vision\w*|image\w*|audio\w*|speech\w*|\w+_tower|multi_modal_projector)(\.|$)")
+
+
+class VLoraManager(_sgl.LoRAManager):
+    """One per rank. Slots are SGLang's pool buffers; the base model keeps one, so that padding rows have a target.
+
+    Attributes:
+        plan: the plan of the batch that runs next.
+        switcher: the mode switch, or ``None`` when nothing may or can be folded.
+    """
+
+    plan = BatchPlan(requests=(), mode=InferenceMode.UNMERGED)
+    switcher: ModeSwitcher | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._routed = kwargs.get("lora_backend") == ROUTED_BACKEND
+        self._refused: dict[str, str | None] = {}
+        self._forward_stream: Any = None
+        super().__init__(*args, **kwargs)
+        if self.max_loras_per_batch < 2:
+            raise ConfigError(
+                f"--max-loras-per-batch={self.max_loras_per_batch} leaves no slot for an adapter: one is the base's"
+            )
+        vlora = VLoraArgs.from_environment()
+        # Forcing "unmerged" for debugging, or the baseline policy: then the pristine copy would be memory for nothing.
+        if vlora.mode != InferenceMode.UNMERGED and vlora.policy != InferenceMode.UNMERGED:
+            self._init_switcher(vlora.merge_copy)
+
+    @property
+    def folded(self) -> AdapterId:
+        """The adapter folded into the weights now, ``None`` while they are pristine."""
+        return None if self.switcher is None else self.switcher.folded
+
+    # What can fold
+
+    def _init_switcher(self, merge_copy: str) -> None:
+        self._unfoldable: dict[str, str] = dict.fromkeys(_sgl.EMBEDDING_NAMES, "embeddings are shared with the input")
+        modules: list[tuple[str, str, Any]] = []
+        for layer in self.lora_modules:
+            for name, module in layer.items():
+                group = self._group_of(name)
+                reason = self._why_not_foldable(module)
+                if reason is None:
+                    modules.append((group, name, module))
+                else:
+                    self._unfoldable.setdefault(group, f"{name}: {reason}")
+        modules = [entry for entry in modules if entry[0] not in self._unfoldable]
+        for group, reason in sorted(self._unfoldable.items()):
+            if group in self.target_modules:
+                logger.warning("%s is never folded into the weights (%s)", group, reason)
+        if not modules:
+            logger.warning("no module can be folded: every batch runs unmerged")
+            return
+        modules.sort(key=lambda entry: entry[0])
+        weights = [module.base_layer.weight.data for _, _, module in modules]
+        copies = pristine_copies(weights, merge_copy)
+        targets = []
+        for (group, name, module), weight, pristine in zip(modules, weights, copies, strict=True):
+            lora_a = module.A_buffer_qkv if hasattr(module, "A_buffer_qkv") else module.A_buffer
+            lora_b = module.B_buffer_qkv if hasattr(module, "B_buffer_qkv") else module.B_buffer
+            bounds = module.output_offset_cpu.tolist()
+            for index, (start, end) in enumerate(pairwise(bounds)):
+                rows = slice(start, end)
+                targets.append(
+                    FoldTarget(f"{name}[{index}]", group, weight[rows], pristine[rows], lora_a, lora_b[:, rows], index)
+                )
+        self.switcher = ModeSwitcher(MergeTable(targets))
+        size = sum(w.numel() * w.element_size() for w in weights)
+        logger.info("pristine copy of %d foldable weights: %.2f GB on %s", len(weights), size / 2**30, merge_copy)
+
+    @staticmethod
+    def _why_not_foldable(module: Any) -> str | None:
+        layer: Any = getattr(module, "base_layer", None)
+        weight: Any = getattr(layer, "weight", None)
+        if not isinstance(module, (_sgl.ColumnParallelLinearWithLoRA, _sgl.RowParallelLinearWithLoRA)):
+            return f"a {type(module).__name__} has no single weight matrix"
+        if not isinstance(layer.quant_method, _sgl.UnquantizedLinearMethod):
+            return f"quantised with {type(layer.quant_method).__name__}"
+        if weight is None or weight.ndim != 2 or not weight.is_contiguous() or not weight.is_floating_point():
+            return "its weight is not stored as a plain matrix"
+        pool = module.A_buffer_qkv if hasattr(module, "A_buffer_qkv") else module.A_buffer
+        if weight.dtype != pool.dtype:
+            return f"its weight is {weight.dtype}, adapters are {pool.dtype}"
+        if module.output_offset_cpu[-1] != weight.shape[0]:
+            return "adapters cover part of its rows only"
+        return None
+
+    def _group_of(self, name: str) -> str:
+        return str(_sgl.get_target_module_name(name, self.target_modules))
+
+    def _groups_of_adapter(self, adapter: str) -> frozenset[str]:
+        lora = self.loras[adapter]
+        names = [name for layer in lora.layers for name in layer.weights] + list(lora.embedding_layers or ())
+        found = set()
+        for name in names:
+            # The pool skips (with a warning) weights of modules it has no buffers for.
+            with contextlib.suppress(ValueError):
+                found.add(self._group_of(name))
+        return frozenset(found)
+
+    def refusal(self, adapter: str) -> str | None:
+        """Why this adapter cannot be folded into the weights, or ``None`` if it can.
+
+        Raises:
+            UnknownAdapterError: it is not loaded.
+        """
+        if adapter not in self.loras:
+            raise UnknownAdapterError(adapter, self.loras)
+        if adapter not in self._refused:
+            self._refused[adapter] = self._find_refusal(adapter)
+            if self._refused[adapter] is not None:
+                logger.warning("adapter %s is never folded: %s", adapter, self._refused[adapter])
+        return self._refused[adapter]
+
+    def _find_refusal(self, adapter: str) -> str | None:
+        if self.switcher is None:
+            return "merging is off"
+        outside = self._groups_of_adapter(adapter) - self.switcher.table.groups
+        if outside:
+            group = min(outside)
+            return f"it has weights for {group} ({self._unfoldable.get(group, 'not a wrapped module')})"
+        return None
+
+    # One batch
+
+    def set_plan(self, plan: BatchPlan, adapters: Sequence[AdapterId] = ()) -> BatchPlan:
+        """Take the plan of the batch that runs next, or the unmerged one where it cannot be carried out.
+
+        Args:
+            plan: the scheduler's.
+            adapters: the adapter of every row.
+
+        Returns:
+            The plan that will be carried out.
+        """
+        merged = plan.merged_adapter
+        if merged is not None:
+            mixed = any(adapter != merged for adapter in adapters)
+            needed = {None, merged, *adapters}
+            if (
+                self.refusal(merged) is not None
+                or len(needed) > self.max_loras_per_batch
+                # Only ATMM can take the folded adapter out again row by row.
+                or (mixed and not self._routed)
+            ):
+                plan = BatchPlan(requests=plan.requests, mode=InferenceMode.UNMERGED)
+        self.plan = plan
+        return plan
+
+    def validate_lora_batch(self, lora_ids: set[AdapterId]) -> bool:
+        """Whether these adapters fit beside the base model's permanent slot.
+
+        The folded adapter counts only if it is among them: one that is not can be unmerged, and must not keep
+        waiting requests out for ever.
+        """
+        return bool(super().validate_lora_batch({*lora_ids, None}))
+
+    def fetch_new_loras(self, new_loras: set[AdapterId], running_loras: set[AdapterId] | None = None) -> None:
+        """Load adapters into slots; the base model and the adapter to be folded are always among them.
+
+        The folded adapter needs its slot for as long as rows of others must take it out again.
+        """
+        wanted = {*new_loras, None}
+        if self.plan.merged_adapter is not None:
+            wanted.add(self.plan.merged_adapter)
+        super().fetch_new_loras(wanted, running_loras or set())
+
+    def prepare_lora_batch(self, forward_batch: Any) -> None:
+        """Switch weights as planned, and tell the backend which rows apply which slots.
+
+        A batch whose rows all run on the weights as they are (all of the folded adapter, or all base on pristine
+        weights) leaves the backend without metadata: then no LoRA kernel runs.
+
+        Raises:
+            UnknownAdapterError: a row's adapter holds no slot.
+        """
+        variant = _sgl.capture_mode.get_capture_lora_variant() if _sgl.capture_mode.get_is_capture_mode() else None
+        if variant is None and self.device.type == "cuda":
+            self._forward_stream = torch.cuda.current_stream()
+        if variant == "lora":
+            # Captured with metadata of base rows; replays refresh it in place.
+            self._route(forward_batch, [((), self._rows_of(forward_batch)[0])] * forward_batch.batch_size)
+            return
+        if variant == "nolora":
+            self.lora_backend.reset_batch_state()
+            return
+        merged = self._switch()
+        pairs = [self._slot_pairs(adapter, merged) for adapter in forward_batch.lora_ids]
+        if not any(pairs):
+            self.lora_backend.reset_batch_state()
+        else:
+            self._route(forward_batch, list(zip(pairs, self._rows_of(forward_batch), strict=True)))
+
+    def _switch(self) -> AdapterId:
+        merged = self.plan.merged_adapter
+        if self.switcher is None:
+            return None
+        if merged is None:
+            self.switcher.restore()
+        elif self.switcher.folded != merged:
+            lora = self.loras[merged]
+            groups = self._groups_of_adapter(merged)
+            self.switcher.fold(FoldOperand(merged, self._slot(merged), lora.config.r, float(lora.scaling), groups))
+        return merged
+
+    def _slot(self, adapter: AdapterId) -> int:
+        slots = self.memory_pool.uid_to_buffer_id
+        if adapter not in slots:
+            # SGLang would leave index 0 here and answer with whatever adapter holds that slot.
+            raise UnknownAdapterError(str(adapter), map(str, slots))
+        return int(slots[adapter])
+
+    def _slot_pairs(self, adapter: AdapterId, merged: AdapterId) -> tuple[tuple[int, float], ...]:
+        return tuple((self._slot(uid), weight) for uid, weight in row_pairs(adapter, merged))
+
+    @staticmethod
+    def _rows_of(forward_batch: Any) -> list[int]:
+        if forward_batch.forward_mode.is_extend():
+            return [int(n) for n in forward_batch.extend_seq_lens_cpu]
+        return [1] * forward_batch.batch_size
+
+    def _route(self, forward_batch: Any, rows: Sequence[Run]) -> None:
+        if not self._routed:
+            super().prepare_lora_batch(forward_batch)
+            return
+        runs = [(pairs, sum(n for _, n in same)) for pairs, same in groupby(rows, key=lambda run: run[0])]
+        ranks, scalings = [0] * self.max_loras_per_batch, [0.0] * self.max_loras_per_batch
+        for slot in {slot for pairs, _ in runs for slot, _ in pairs}:
+            lora = self.loras[self.memory_pool.buffer_id_to_uid[slot]]
+            ranks[slot], scalings[slot] = lora.config.r, float(lora.scaling)
+        in_graph = (
+            forward_batch.batch_size <= getattr(self, "max_bs_in_cuda_graph", 0)
+            and forward_batch.forward_mode.is_cuda_graph()
+        )
+        self.lora_backend.prepare_lora_batch(
+            forward_batch=forward_batch,
+            runs=runs,
+            lora_ranks=ranks,
+            scalings=scalings,
+            use_cuda_graph=in_graph,
+        )
+
+    # Between batches
+
+    def unmerge(self) -> None:
+        """Make the weights pristine before the current stream's next work, from any thread of control.
+
+        The copy runs on the forward stream, behind a step that may still be in flight, and the current stream waits
+        for both. Call it before adapters are unloaded and before weights are read, replaced, saved or freed.
+        """
+        with self._on_forward_stream():
+            if self.switcher is not None:
+                self.switcher.restore()
+        self.plan = BatchPlan(requests=(), mode=InferenceMode.UNMERGED)
+
+    def rebase(self) -> None:
+        """Take the present weights as the base model's, after they were updated."""
+        if self.switcher is not None:
+            self.switcher.rebase()
+
+    @contextlib.contextmanager
+    def _on_forward_stream(self) -> Iterator[None]:
+        if self._forward_stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream()
+        self._forward_stream.wait_stream(caller)
+        with torch.cuda.stream(self._forward_stream):
+            yield
+        caller.wait_stream(self._forward_stream)
+
+    def _unload_lora_adapter(self, lora_ref: Any) -> Any:
+        # The pool clears the slot from the scheduler's stream, while a step in flight may still subtract it.
+        with self._on_forward_stream():
+            if self.switcher is not None and self.switcher.folded == lora_ref.lora_id:
+                self.switcher.restore()
+        if self.plan.merged_adapter == lora_ref.lora_id:
+            self.plan = BatchPlan(requests=(), mode=InferenceMode.UNMERGED)
+        self._refused.pop(lora_ref.lora_id, None)
+        return super()._unload_lora_adapter(lora_ref)
+
+    def init_lora_modules(self) -> None:
+        """Wrap the language model's modules, and no vision tower's by accident."""
+        model = self.base_model
+        everything = model.named_modules
+
+        def language_model_only(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            return ((name, module) for name, module in everything(*args, **kwargs) if not _TOWERS.search(name))
+
+        model.named_modules = language_model_only
+        try:
+            super().init_lora_modules()
+        finally:
+            del model.named_modules
+
+    def mode_state(self) -> dict[str, Any]:
+        """What ``/server_info`` shows: the folded adapter's name, and the count and seconds of switches by kind."""
+        if self.switcher is None:
+            return {"merging": False}
+        state = self.switcher.state()
+        if state["folded"] is not None:
+            state["folded"] = self.lora_refs[state["folded"]].lora_name
+        return {"merging": True, **state}

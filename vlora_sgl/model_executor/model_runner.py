@@ -1,0 +1,99 @@
+"""SGLang's model runner with our decode graphs, and with pristine weights whenever weights are read or replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from vlora_sgl import _sgl
+
+READERS = frozenset(
+    {
+        "save_remote_model",
+        "save_sharded_model",
+        "get_weights_by_name",
+        "send_weights_to_remote_instance",
+    }
+)
+WRITERS = frozenset(
+    {
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+    }
+)
+
+
+class VLoraModelRunner(_sgl.ModelRunner):
+    """One per rank."""
+
+    weight_updater: Any
+    weight_exporter: Any
+
+    def init_weight_updater(self) -> None:
+        super().init_weight_updater()
+        self.weight_updater = _Guard(self.weight_updater, self)
+
+    def init_weight_exporter(self) -> None:
+        super().init_weight_exporter()
+        self.weight_exporter = _Guard(self.weight_exporter, self)
+
+    def check_weights(self, action: str, allow_quant_error: bool = False) -> Any:
+        """SGLang's check (checksum, snapshot, comparison), of the base model's weights."""
+        self.unmerge()
+        result = super().check_weights(action, allow_quant_error)
+        if action == "reset_tensors":
+            self.rebase()
+        return result
+
+    def unmerge(self) -> None:
+        """Make the weights pristine, if there are adapters at all."""
+        manager = getattr(self, "lora_manager", None)
+        if manager is not None:
+            manager.unmerge()
+
+    def rebase(self) -> None:
+        """Take the present weights as pristine."""
+        manager = getattr(self, "lora_manager", None)
+        if manager is not None:
+            manager.rebase()
+
+    def _decode_cuda_graph_runner_cls(self) -> Any:
+        if not self.server_args.enable_lora:
+            return _sgl.DecodeCudaGraphRunner
+        from vlora_sgl.model_executor.graph_runner import VLoraDecodeCudaGraphRunner
+
+        return VLoraDecodeCudaGraphRunner
+
+
+class _Guard:
+    """Stands for one of SGLang's weight components; unmerges before its readers and writers, rebases after writers."""
+
+    def __init__(self, inner: Any, runner: VLoraModelRunner) -> None:
+        self.__dict__.update(_inner=inner, _runner=runner)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return self._guarded(found, name in WRITERS) if name in READERS | WRITERS else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)
+
+    def _guarded(self, method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+        @wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self._runner.unmerge()
+            result = method(*args, **kwargs)
+            if writes:
+                self._runner.rebase()
+            return result
+
+        return guarded
+
+
+def release_pristine(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Wraps ``SchedulerWeightUpdaterManager.release_memory_occupation``: never free weights that hold an adapter."""
+    updater.tp_worker.model_runner.unmerge()
+    return original(updater, request)
