@@ -18,6 +18,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
+    "grammar_backend": "llguidance",  # xgrammar's masks pin memory and have no CPU operator: a regex ends the server
     "lora_backend": "torch_native",
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",

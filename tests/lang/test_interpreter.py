@@ -335,8 +335,10 @@ def test_streaming_yields_pieces_then_the_typed_value() -> None:
     def program(s: vlora.ProgramState) -> None:
         s += "q: " + vlora.gen("n", dtype=int)
 
-    state = program.run(backend=Recorder(lambda request: "123"), stream=True)
+    recorder = Recorder(lambda request: "123")
+    state = program.run(backend=recorder, stream=True, adapter="A")
     assert "".join(state.text_iter("n")) == "123"
+    assert recorder.asked() == [("A", "q: ")], "a streamed request carries the adapter too"
     assert state["n"] == 123
     state = program.run(backend=Recorder(lambda request: "123"), stream=True)
     assert "".join(state.text_iter()) == "q: 123"
@@ -486,3 +488,10 @@ def test_trace_shows_our_nodes_and_who_answers() -> None:
     ):
         assert part in graph
     assert graph.index("branch 0:") < graph.index("Head(") < graph.index("branch 1:")
+
+
+def test_parameter_that_would_hide_an_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="adapter would hide an option of run"):
+
+        @vlora.function
+        def program(s: vlora.ProgramState, adapter: str) -> None: ...

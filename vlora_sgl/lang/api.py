@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,10 +41,15 @@ class Function(up.SglFunction, Generic[P]):
     """A program: a Python function whose first parameter ``s`` is the state it appends to.
 
     Calling it runs it on the default backend. Generation is greedy unless a temperature is given.
+
+    Raises:
+        TypeError: a parameter has the name of an option of :meth:`run`, such as ``adapter``.
     """
 
     def __init__(self, func: Callable[..., Any], bind_arguments: Mapping[str, Any] | None = None) -> None:
         super().__init__(func, bind_arguments=dict(bind_arguments or {}))
+        if taken := _RUN_OPTIONS & set(self.arg_names):
+            raise TypeError(f"{func.__name__}: {', '.join(sorted(taken))} would hide an option of run(); rename it")
         self.__name__ = func.__name__
         self.__doc__ = func.__doc__
         self.__wrapped__ = func
@@ -195,6 +201,10 @@ class Function(up.SglFunction, Generic[P]):
         if len(named) < len(arguments) or missing or set(named) - set(self.arg_names):
             raise TypeError(f"{self.__name__}({', '.join(self.arg_names)}) cannot be run with {arguments!r}")
         return named
+
+
+_PARAMETERS = inspect.signature(Function.run).parameters.values()
+_RUN_OPTIONS = {parameter.name for parameter in _PARAMETERS if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 @overload

@@ -84,7 +84,7 @@ class Endpoint(up.RuntimeEndpoint):
         data = self._generation(s, sampling_params) | {"stream": True}
         position = 0
         with _InFlight(s, data):
-            for answer in self.stream(data):
+            for answer in self.stream(self._complete(s, data)):
                 text = answer["text"][position:]
                 position += len(text)
                 _check_finished(s, answer)

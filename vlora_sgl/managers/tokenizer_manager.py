@@ -8,6 +8,7 @@ from fastapi import HTTPException
 
 from vlora_sgl import _sgl
 from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.managers.planner import latency_constraint
 
 
 class UnknownAdapterResponse(UnknownAdapterError, HTTPException, ValueError):
@@ -22,6 +23,16 @@ class UnknownAdapterResponse(UnknownAdapterError, HTTPException, ValueError):
 
 class VLoraTokenizerManager(_sgl.TokenizerManager):
     """SGLang's tokenizer manager, which resolves adapter names before a request enters the engine."""
+
+    async def _tokenize_one_request(self, obj: Any) -> Any:
+        """Tokenize, once the latency constraint is known to be one.
+
+        Raises:
+            RequestError: an unknown service class or a deadline that is none (a 400 in both protocols).
+        """
+        if isinstance(obj.sampling_params, dict):
+            latency_constraint(obj.sampling_params.get("custom_params"))
+        return await super()._tokenize_one_request(obj)
 
     async def _resolve_lora_path(self, obj: Any) -> None:
         """Resolve names to ids.

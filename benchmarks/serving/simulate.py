@@ -1,0 +1,601 @@
+"""A discrete-event simulator that runs the server's own policy objects against a cost table, on a CPU, without a
+model.
+
+It mirrors the engine's rules (SGLang's scheduler with ours on top): one iteration is either a prefill of newly
+admitted requests, within a token budget, or one decode step of the running ones; prefill goes first; adapters hold
+device slots. Between two events (an arrival, a finish) a batch whose plan cannot change is advanced many steps at
+once, so a day of traffic takes seconds to minutes.
+
+    python -m benchmarks.serving.simulate --policy cost --adapters 8 --skew 0.6 --load 0.8
+    python -m benchmarks.serving.simulate --grid            # every policy x skew x load, figures and plots
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from vlora_sgl.core import AdapterId, InferenceMode, ServiceClass
+from vlora_sgl.managers.cost_table import CostTable, shipped
+from vlora_sgl.managers.policies import Limits, Policy, QueueState, RequestState, make_policy, mode_of
+from vlora_sgl.managers.policies.base import Memory, visible
+
+RESULTS = Path(__file__).parents[1] / "results" / "serving"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A named distribution of traffic.
+
+    Attributes:
+        arrivals: ``poisson``; ``azure`` (gamma gaps with a coefficient of variation of 2, and a rate that swings by
+            half over an hour, like the Azure LLM inference trace of 2023); or ``bursts`` (on a fifth of the time).
+        rate: requests per second, on average.
+        adapters: how many there are.
+        skew: share of the requests that go to the hottest; the others share the rest by Zipf's law (exponent 1).
+        base: share of requests, outside the hottest, to the base model.
+        prompt: mean prompt length, tokens (log-normal, sigma 0.6, the image's tokens included).
+        output: mean output length, tokens (log-normal, sigma 0.8).
+        realtime: share of requests of class ``realtime``, each with ``deadline`` seconds.
+        deadline: their deadline.
+        seed: of everything random.
+    """
+
+    arrivals: str = "azure"
+    rate: float = 8.0
+    adapters: int = 8
+    skew: float = 0.6
+    base: float = 0.0
+    prompt: float = 400.0
+    output: float = 100.0
+    realtime: float = 0.0
+    deadline: float = 1.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One request of a trace."""
+
+    at: float
+    adapter: AdapterId
+    prompt: int
+    output: int
+    service: ServiceClass = ServiceClass.INTERACTIVE
+    deadline: float | None = None
+
+
+def trace(load: Workload, seconds: float) -> Iterator[Arrival]:
+    """The arrivals of ``seconds`` of ``load``, in order."""
+    rng = random.Random(load.seed)
+    tail = [1 / k for k in range(1, load.adapters)]
+    total = sum(tail) or 1.0
+    cumulative: list[float] = []
+    for weight in tail:
+        cumulative.append((cumulative[-1] if cumulative else 0.0) + weight / total)
+
+    def pick() -> AdapterId:
+        if load.adapters == 0:
+            return None
+        if load.adapters == 1 or rng.random() < load.skew:
+            return "a0"
+        if rng.random() < load.base:
+            return None
+        u, low, high = rng.random(), 0, len(cumulative) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if cumulative[middle] < u else (low, middle)
+        return f"a{low + 1}"
+
+    def length(mean: float, sigma: float, most: int) -> int:
+        return max(1, min(most, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+
+    now = 0.0
+    while True:
+        rate = load.rate
+        if load.arrivals == "azure":
+            rate *= 1 + 0.5 * math.sin(2 * math.pi * now / 3600)
+            gap = rng.gammavariate(0.25, 4 / rate)
+        elif load.arrivals == "bursts":
+            gap = rng.expovariate(5 * rate)
+            if int((now + gap) / 2) % 5 != 0:
+                # Off: move to the next on-phase of two seconds in ten.
+                gap = (math.floor((now + gap) / 10) + 1) * 10 - now + rng.expovariate(5 * rate)
+        else:
+            gap = rng.expovariate(rate)
+        now += gap
+        if now > seconds:
+            return
+        adapter = pick()
+        real = rng.random() < load.realtime
+        service = ServiceClass.REALTIME if real else ServiceClass.BATCH if load.realtime else ServiceClass.INTERACTIVE
+        yield Arrival(
+            now,
+            adapter,
+            length(load.prompt, 0.6, 8000),
+            length(load.output, 0.8, 2000) if not real else max(1, round(load.output / 10)),
+            service,
+            load.deadline if real else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the simulated replica has.
+
+    Attributes:
+        max_batch: most requests at once.
+        slots: device slots for adapters.
+        host: adapters that host memory holds.
+        kv_tokens: tokens the KV cache holds.
+        prefill_tokens: tokens of one prefill iteration (SGLang's chunked prefill size).
+        window: waiting requests that a policy is shown (``visible``).
+        can_park: whether running requests may be left out of an iteration.
+        prefetch: load the adapters of waiting requests beside the computation (ours), or stall for each (stock).
+    """
+
+    max_batch: int = 32
+    slots: int = 16
+    host: int = 512
+    kv_tokens: int = 400_000
+    prefill_tokens: int = 8192
+    window: int = 128
+    can_park: bool = False
+    prefetch: bool = True
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run did. Latencies in seconds; ``token_latency`` is the paper's: latencies summed over tokens summed."""
+
+    requests: int = 0
+    tokens: int = 0
+    span: float = 0.0
+    token_latency: float = 0.0
+    mean_latency: float = 0.0
+    p99_latency: float = 0.0
+    longest_wait: float = 0.0
+    coldest_wait: float = 0.0
+    hot_idle_share: float = 0.0
+    realtime_p99: float = 0.0
+    realtime_missed: float = 0.0
+    switches: int = 0
+    switch_seconds: float = 0.0
+    loads: int = 0
+    load_stall_seconds: float = 0.0
+    modes: dict[str, float] = field(default_factory=dict)
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The q-quantile, 0 for no values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+
+
+@dataclass(slots=True)
+class _Live(RequestState):
+    """A request of the simulation: its state and what only the simulator knows."""
+
+    output: int = 0
+    prompt_total: int = 0
+    left: int = 0
+    worst_wait: float = 0.0
+
+
+class Replica:
+    """One simulated engine. ``offer`` it arrivals in order and ``advance`` it; ``report`` at the end.
+
+    The hook for a fleet: a router calls ``offer`` on the replica it picks, having looked at ``load`` and ``resident``.
+
+    Args:
+        policy: decides; its own cost table is what it believes.
+        costs: what iterations really take here.
+        machine: the replica.
+    """
+
+    def __init__(self, policy: Policy, costs: CostTable, machine: Machine) -> None:
+        self.policy, self.costs, self.machine = policy, costs, machine
+        self.now = 0.0
+        self.pending: deque[tuple[float, _Live]] = deque()
+        self.waiting: list[_Live] = []
+        self.running: list[_Live] = []
+        self.folded: AdapterId = None
+        self.memory: Memory = {}
+        self.resident: OrderedDict[str, float] = OrderedDict()  # adapter -> time its copy is complete
+        self.host: OrderedDict[str, None] = OrderedDict()
+        self.link_free = 0.0
+        self.kv = 0
+        self.mean_output = 64.0
+        self.arrived = 0
+        self.done: list[tuple[AdapterId, float, int, float, ServiceClass, float | None]] = []
+        self.result = Report()
+        self.mode_seconds: Counter[str] = Counter()
+        self.busy = self.hot_busy = 0.0
+        self.hot: AdapterId = "a0"
+
+    @property
+    def load(self) -> int:
+        """Requests in the replica."""
+        return len(self.waiting) + len(self.running) + len(self.pending)
+
+    def offer(self, arrival: Arrival) -> None:
+        """Add a request that arrives at ``arrival.at``, not before the ones offered so far."""
+        request = _Live(
+            rid=str(self.arrived),
+            adapter=arrival.adapter,
+            arrival=self.arrived,
+            prompt=arrival.prompt,
+            service=arrival.service,
+            deadline=arrival.deadline,
+            output=arrival.output,
+            prompt_total=arrival.prompt,
+            left=arrival.output,
+        )
+        self.arrived += 1
+        self.pending.append((arrival.at, request))
+
+    def advance(self, until: float = math.inf) -> None:
+        """Run until the clock reaches ``until`` or, if that is infinite, until nothing is left."""
+        while self.now < until:
+            self._take_arrivals()
+            if not self.waiting and not self.running:
+                if not self.pending or self.pending[0][0] >= until:
+                    self.now = until if until < math.inf else self.now
+                    return
+                self.now = self.pending[0][0]
+                continue
+            self._iterate()
+
+    def _take_arrivals(self) -> None:
+        while self.pending and self.pending[0][0] <= self.now:
+            at, request = self.pending.popleft()
+            request.arrived = request.progress = at
+            request.remaining = max(1, round(self.mean_output))
+            self.waiting.append(request)
+
+    def _iterate(self) -> None:
+        machine = self.machine
+        state = QueueState(
+            clock=self.now,
+            waiting=visible(self.waiting, machine.window),
+            running=self.running,
+            folded=self.folded,
+            max_batch=machine.max_batch,
+            max_adapters=machine.slots,
+            can_park=machine.can_park,
+            memory=self.memory,
+        )
+        plan = self.policy.plan(state)
+        planned = set(plan.requests)
+        rows = [r for r in self.running if r.rid in planned]
+        keep = {r.adapter for r in rows} | {plan.merged_adapter}
+        admitted = self._admit(plan.requests, state.waiting, keep)
+        if admitted:
+            self._prefill(admitted, plan.merged_adapter)
+        elif rows:
+            self._decode(rows, plan.merged_adapter)
+        else:
+            # Nothing but adapters on their way: wait for the first, or for the next arrival.
+            ready = [t for t in self.resident.values() if t > self.now]
+            nxt = min([*ready, self.pending[0][0] if self.pending else math.inf], default=math.inf)
+            if math.isinf(nxt):
+                raise AssertionError("the simulation is stuck: nothing runs, loads or arrives")
+            self.now = nxt
+
+    def _admit(self, order: Sequence[str], visible: Sequence[_Live], keep: set[AdapterId]) -> list[_Live]:
+        """Requests of the next prefill: planned, within tokens, KV cache and resident adapters."""
+        by_id = {r.rid: r for r in visible}
+        budget, admitted = self.machine.prefill_tokens, []
+        for rid in order:
+            request = by_id.get(rid)
+            if request is None:
+                continue
+            need = request.prompt + request.output
+            if self.kv + need > self.machine.kv_tokens or (admitted and request.prompt > budget):
+                break
+            if not self._ready(request.adapter, keep):
+                continue
+            keep.add(request.adapter)
+            budget -= request.prompt
+            self.kv += need
+            admitted.append(request)
+        return admitted
+
+    def _ready(self, adapter: AdapterId, keep: set[AdapterId]) -> bool:
+        """Whether the adapter sits in a slot; if not, start its copy (prefetch) or stall for it."""
+        if adapter is None:
+            return True
+        if adapter in self.resident:
+            self.resident.move_to_end(adapter)
+            return self.resident[adapter] <= self.now
+        if len(self.resident) >= self.machine.slots:
+            victim = next((a for a in self.resident if a not in keep and self.resident[a] <= self.now), None)
+            if victim is None:
+                return False
+            del self.resident[victim]
+        seconds = self.costs.load_host
+        if adapter not in self.host:
+            seconds += self.costs.load_disk
+            if len(self.host) >= self.machine.host:
+                self.host.popitem(last=False)
+        self.host[adapter] = None
+        self.host.move_to_end(adapter)
+        self.result.loads += 1
+        if not self.machine.prefetch:
+            self.now += seconds
+            self.result.load_stall_seconds += seconds
+            self.resident[adapter] = self.now
+            return True
+        self.link_free = max(self.link_free, self.now) + seconds
+        self.resident[adapter] = self.link_free
+        return False
+
+    def _fold(self, target: AdapterId) -> None:
+        if target == self.folded:
+            return
+        if target is not None and target not in self.resident:
+            self._ready(target, {target, *(r.adapter for r in self.running)})
+            if target in self.resident:
+                self.now = max(self.now, self.resident[target])
+        seconds = self.costs.switch_seconds(self.folded, target)
+        self.now += seconds
+        self.result.switches += 1
+        self.result.switch_seconds += seconds
+        self.folded = target
+
+    def _account(self, rows: Sequence[_Live], seconds: float, prefill: bool, groups: Counter, repeats: int) -> None:
+        self.now += seconds
+        self.busy += seconds
+        if self.hot in groups:
+            self.hot_busy += seconds
+        self.mode_seconds[mode_of(groups, self.folded)] += seconds
+        self.memory = self.policy.remember(self.memory, prefill, groups, self.folded, repeats)
+        for r in rows:
+            r.progress = self.now
+
+    def _prefill(self, rows: list[_Live], folded: AdapterId) -> None:
+        self._fold(folded)
+        groups: Counter[AdapterId] = Counter()
+        pairs = 0.0
+        for r in rows:
+            groups[r.adapter] += r.prompt
+            pairs += r.prompt**2 / 2
+            r.worst_wait = max(r.worst_wait, self.now - r.progress)
+        self._account(rows, self.costs.prefill.seconds(groups, pairs, self.folded), True, groups, 1)
+        chosen = {r.rid for r in rows}
+        self.waiting = [r for r in self.waiting if r.rid not in chosen]
+        for r in rows:
+            r.context, r.prompt = r.prompt + 1, 0
+            r.left -= 1
+        self.running.extend(rows)
+        self._finish()
+
+    def _decode(self, rows: list[_Live], folded: AdapterId) -> None:
+        before = self.folded
+        self._fold(folded)
+        for r in rows:
+            r.worst_wait = max(r.worst_wait, self.now - r.progress)
+        groups = Counter(r.adapter for r in rows)
+        context = sum(r.context for r in rows)
+        step = self.costs.decode.seconds(groups, context, self.folded)
+        steps = 1
+        if len(rows) == len(self.running) and before == folded:
+            steps = min(r.left for r in rows)
+            if self.waiting:  # somebody may become urgent: look again soon
+                steps = min(steps, 4)
+            if self.pending:
+                steps = min(steps, max(1, math.ceil((self.pending[0][0] - self.now) / step)))
+            steps = max(1, min(steps, 16))
+        seconds = steps * step + self.costs.decode.per_context * len(rows) * steps * (steps - 1) / 2
+        self._account(rows, seconds, False, groups, steps)
+        for r in rows:
+            r.context += steps
+            r.left -= steps
+            r.remaining = max(1, r.remaining - steps)
+        self._finish()
+
+    def _finish(self) -> None:
+        if all(r.left > 0 for r in self.running):
+            return
+        still = []
+        for r in self.running:
+            if r.left > 0:
+                still.append(r)
+                continue
+            self.kv -= r.prompt_total + r.output
+            self.mean_output += 0.02 * (r.output - self.mean_output)
+            self.done.append((r.adapter, self.now - r.arrived, r.output, r.worst_wait, r.service, r.deadline))
+        self.running = still
+
+    def report(self) -> Report:
+        """Figures over everything finished so far."""
+        out = self.result
+        latencies = [d[1] for d in self.done]
+        out.requests, out.tokens, out.span = len(self.done), sum(d[2] for d in self.done), self.now
+        out.token_latency = sum(latencies) / max(1, out.tokens)
+        out.mean_latency = sum(latencies) / max(1, out.requests)
+        out.p99_latency = quantile(latencies, 0.99)
+        waits: dict[AdapterId, float] = {}
+        counts = Counter(d[0] for d in self.done)
+        for d in self.done:
+            waits[d[0]] = max(waits.get(d[0], 0.0), d[3])
+        out.longest_wait = max(waits.values(), default=0.0)
+        cold = {a: w for a, w in waits.items() if counts[a] <= min(counts.values(), default=0)}
+        out.coldest_wait = max(cold.values(), default=0.0)
+        out.hot_idle_share = 1 - self.hot_busy / self.busy if self.busy else 0.0
+        real = [(d[1], d[5]) for d in self.done if d[4] is ServiceClass.REALTIME and d[5]]
+        out.realtime_p99 = quantile([lat for lat, _ in real], 0.99)
+        out.realtime_missed = sum(lat > due for lat, due in real) / max(1, len(real))
+        out.modes = {m.value: self.mode_seconds[m] / self.busy if self.busy else 0.0 for m in InferenceMode}
+        return out
+
+
+def simulate(policy: Policy, costs: CostTable, machine: Machine, load: Workload, seconds: float) -> Report:
+    """Serve ``seconds`` of ``load`` to the last request on one replica."""
+    replica = Replica(policy, costs, machine)
+    for arrival in trace(load, seconds):
+        replica.offer(arrival)
+    replica.advance()
+    return replica.report()
+
+
+def capacity(costs: CostTable, machine: Machine, load: Workload, requests: int = 1500) -> float:
+    """Requests per second that an unmerged, saturated replica finishes: the unit of ``load`` below."""
+    flood = replace(load, arrivals="poisson", rate=1e6)
+    report = simulate(make_policy("unmerged", costs), costs, machine, flood, requests / 1e6)
+    return report.requests / report.span
+
+
+Runner = Callable[[Workload, float], Report]
+
+
+def runners(tables: dict[str, CostTable], machine: Machine, limits: Limits) -> dict[str, Runner]:
+    """The systems compared: our policies on our operator, and ``sglang``: unmerged, csgmv, loads that stall."""
+
+    def run(name: str, table: CostTable, where: Machine) -> Runner:
+        return lambda load, seconds: simulate(make_policy(name, table, limits), table, where, load, seconds)
+
+    systems = {n: run(n, tables["atmm"], machine) for n in ("cost", "vlora", "dlora", "merged", "unmerged")}
+    if "csgmv" in tables:
+        systems["sglang"] = run("unmerged", tables["csgmv"], replace(machine, can_park=False, prefetch=False))
+    return systems
+
+
+SKEWS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+LOADS = (0.3, 0.5, 0.7, 0.85, 0.95)
+
+
+def grid(tables: dict[str, CostTable], machine: Machine, limits: Limits, load: Workload, seconds: float) -> list[dict]:
+    """One row per skew, load (of ``capacity``) and system."""
+    rows = []
+    for skew in SKEWS:
+        at = replace(load, skew=skew)
+        limit = capacity(tables["atmm"], machine, at)
+        for share in LOADS:
+            traffic = replace(at, rate=share * limit)
+            for system, run in runners(tables, machine, limits).items():
+                report = run(traffic, seconds)
+                rows.append({"system": system, "skew": skew, "load": share, "rate": traffic.rate, **asdict(report)})
+    return rows
+
+
+def cells(rows: Sequence[dict]) -> dict[tuple[float, float], dict[str, float]]:
+    """Latency per token by (skew, load) and system."""
+    table: dict[tuple[float, float], dict[str, float]] = {}
+    for row in rows:
+        table.setdefault((row["skew"], row["load"]), {})[row["system"]] = row["token_latency"]
+    return table
+
+
+def worst_vs_best_other(rows: Sequence[dict]) -> tuple[float, tuple[float, float]]:
+    """The largest quotient of ``cost`` and the best other system, and the cell it is in."""
+    return max((c["cost"] / min(v for s, v in c.items() if s != "cost"), cell) for cell, c in cells(rows).items())
+
+
+def worst_vs_sglang(rows: Sequence[dict], skew: float = 0.6) -> tuple[float, tuple[float, float]]:
+    """The largest quotient of ``cost`` and stock SGLang at ``skew`` or more, and the cell it is in."""
+    return max((c["cost"] / c["sglang"], cell) for cell, c in cells(rows).items() if cell[0] >= skew)
+
+
+def starvation(tables: dict[str, CostTable], machine: Machine, limits: Limits, seconds: float) -> Report:
+    """The hot adapter alone asks for more than the replica can give; the others ask for a little."""
+    load = Workload(arrivals="poisson", skew=0.97, adapters=8, seed=1)
+    load = replace(load, rate=1.2 * capacity(tables["atmm"], machine, load))
+    return runners(tables, machine, limits)["cost"](load, seconds)
+
+
+def deadlines(tables: dict[str, CostTable], machine: Machine, limits: Limits, seconds: float) -> dict[str, Report]:
+    """A tenth of the requests has a deadline of one second; batch work beside it asks for more than there is."""
+    load = Workload(arrivals="poisson", realtime=0.1, deadline=1.0, seed=2)
+    load = replace(load, rate=1.2 * capacity(tables["atmm"], machine, load))
+    systems = runners(tables, machine, limits)
+    return {name: systems[name](load, seconds) for name in ("cost", "unmerged")}
+
+
+def plot(rows: Sequence[dict], path: Path) -> None:
+    """Latency per token over load, one panel per skew."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [s for s in SKEWS if s in (0.1, 0.3, 0.6, 0.9)]
+    figure, axes = pyplot.subplots(1, len(shown), figsize=(3.6 * len(shown), 3.4), sharey=True, layout="constrained")
+    systems = list(dict.fromkeys(r["system"] for r in rows))
+    for axis, skew in zip(axes, shown, strict=True):
+        for system in systems:
+            line = [(r["load"], 1e3 * r["token_latency"]) for r in rows if r["skew"] == skew and r["system"] == system]
+            style = {"linewidth": 2.4, "zorder": 3} if system == "cost" else {"linestyle": "--", "alpha": 0.85}
+            axis.plot(*zip(*line, strict=True), marker="o", markersize=3, label=system, **style)
+        axis.set(title=f"{skew:.0%} to the hottest of 8", xlabel="load / capacity unmerged", yscale="log")
+        axis.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel("latency per token, ms (simulated)")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one simulation, or the grid that the figures come from."""
+    parser = argparse.ArgumentParser(description="Serve synthetic traffic with the real policies on a cost table.")
+    parser.add_argument("--policy", default="cost", help="a policy, or 'sglang' for the stock baseline")
+    parser.add_argument("--table", default="h100-7b", help="name of a shipped set of cost tables")
+    parser.add_argument("--arrivals", default="azure", choices=("azure", "poisson", "bursts"))
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--skew", type=float, default=0.6)
+    parser.add_argument("--load", type=float, default=0.8, help="share of what an unmerged replica can finish")
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=300.0, help="length of the trace")
+    parser.add_argument("--park", action="store_true", help="policies may leave running requests out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grid", action="store_true", help="all systems, skews and loads; writes results and figures")
+    args = parser.parse_args(argv)
+    tables, limits = shipped(args.table), Limits()
+    machine = Machine(slots=args.slots, can_park=args.park)
+    load = Workload(arrivals=args.arrivals, adapters=args.adapters, skew=args.skew, seed=args.seed)
+    if not args.grid:
+        traffic = replace(load, rate=args.load * capacity(tables["atmm"], machine, load))
+        started = time.perf_counter()
+        report = runners(tables, machine, limits)[args.policy](traffic, args.seconds)
+        print(json.dumps(asdict(report), indent=1))
+        print(f"{report.span:.0f} s of traffic in {time.perf_counter() - started:.1f} s")
+        return
+    from benchmarks import summary
+
+    rows = grid(tables, machine, limits, load, args.seconds)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    name = f"policies-{args.table}{'-park' if args.park else ''}"
+    keep = ("system", "skew", "load", "rate", "token_latency", "p99_latency", "longest_wait", "switches", "modes")
+    lines = [json.dumps({k: rounded(r[k]) for k in keep}) for r in rows]
+    (RESULTS / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    plot(rows, RESULTS / f"{name}.png")
+    worst, where = worst_vs_best_other(rows)
+    print(f"cost over the best other: at worst {worst:.4f} at (skew, load) {where}")
+    stock, stock_where = worst_vs_sglang(rows)
+    print(f"cost over stock SGLang, skew >= 0.6: at worst {stock:.4f} at {stock_where}")
+    starving = starvation(tables, machine, limits, args.seconds)
+    ratio = starving.coldest_wait / limits.wait_bound
+    print(f"longest wait of the coldest over the bound: {ratio:.3f}; hot adapter idle {starving.hot_idle_share:.4f}")
+    for system, report in deadlines(tables, machine, limits, args.seconds).items():
+        print(f"deadline 1 s, {system}: p99 {report.realtime_p99:.3f} s, missed {report.realtime_missed:.4f}")
+    if not args.park:
+        summary.record("policy.cost.worst_vs_best_other", worst, "ratio", False)
+        summary.record("policy.cost.skew60_vs_sglang", stock, "ratio", False)
+        summary.record("policy.cost.longest_wait_over_bound", ratio, "ratio", False)
+
+
+def rounded(value: object) -> object:
+    """Four significant digits, so that a re-run changes the raw rows only where something changed."""
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()

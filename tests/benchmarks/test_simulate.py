@@ -1,0 +1,87 @@
+"""The simulator: conservation, a case worked out by hand, and what the policies promise, in small."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from benchmarks.serving.simulate import (
+    Arrival,
+    Machine,
+    Replica,
+    Workload,
+    capacity,
+    deadlines,
+    runners,
+    simulate,
+    starvation,
+    trace,
+)
+from vlora_sgl.managers.cost_table import shipped
+from vlora_sgl.managers.policies import POLICIES, Limits, make_policy
+
+TABLES = shipped()
+LIMITS = Limits()
+
+
+def test_one_request_by_hand() -> None:
+    costs = TABLES["atmm"]
+    replica = Replica(make_policy("unmerged", costs), costs, Machine())
+    replica.offer(Arrival(5.0, "a", prompt=100, output=3))
+    replica.advance()
+    load = costs.load_disk + costs.load_host
+    prefill = costs.prefill.seconds({"a": 100}, 100**2 / 2, None)
+    steps = sum(costs.decode.seconds({"a": 1}, context, None) for context in (101, 102))
+    assert replica.report().mean_latency == pytest.approx(load + prefill + steps)
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "azure", "bursts"])
+def test_traces_have_the_rate_and_the_skew_asked_for(arrivals: str) -> None:
+    rows = list(trace(Workload(arrivals=arrivals, rate=20.0, adapters=50, skew=0.6, base=0.25), 3600.0))
+    assert len(rows) / 3600 == pytest.approx(20.0, rel=0.1)
+    assert sum(r.adapter == "a0" for r in rows) / len(rows) == pytest.approx(0.6, abs=0.02)
+    assert sum(r.adapter is None for r in rows) / len(rows) == pytest.approx(0.1, abs=0.02)
+    assert all(x.at <= y.at for x, y in itertools.pairwise(rows))
+
+
+@pytest.mark.parametrize("park", [False, True])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_request_finishes(name: str, park: bool) -> None:
+    load = Workload(arrivals="bursts", rate=6.0, adapters=30, skew=0.4, base=0.1)
+    machine = Machine(slots=6, can_park=park)
+    report = simulate(make_policy(name, TABLES["atmm"]), TABLES["atmm"], machine, load, 30.0)
+    rows = list(trace(load, 30.0))
+    assert (report.requests, report.tokens) == (len(rows), sum(r.output for r in rows))
+
+
+@pytest.mark.parametrize(("skew", "share"), [(0.1, 0.5), (0.6, 0.3), (0.9, 0.8)])
+def test_cost_is_at_the_best_and_far_below_stock(skew: float, share: float) -> None:
+    machine, load = Machine(), Workload(skew=skew)
+    rate = share * capacity(TABLES["atmm"], machine, load)
+    load = Workload(skew=skew, rate=rate)
+    latency = {s: run(load, 60.0).token_latency for s, run in runners(TABLES, machine, LIMITS).items()}
+    assert latency["cost"] <= 1.02 * min(latency.values())
+    assert latency["cost"] <= 0.65 * latency["sglang"]
+
+
+def test_the_coldest_adapter_is_served_within_the_bound_beside_a_saturating_one() -> None:
+    report = starvation(TABLES, Machine(), LIMITS, 60.0)
+    assert report.longest_wait > LIMITS.wait_bound, "the hot adapter's own queue must be over the bound"
+    assert report.coldest_wait < LIMITS.wait_bound
+    assert report.hot_idle_share < 0.05
+
+
+def test_deadlines_hold_while_batch_work_saturates() -> None:
+    reports = deadlines(TABLES, Machine(), LIMITS, 60.0)
+    assert reports["cost"].realtime_p99 < 1.0
+    assert reports["unmerged"].realtime_p99 > 1.0, "without the class they would not hold"
+
+
+def test_a_thousand_adapters_thrash_visibly() -> None:
+    load = Workload(arrivals="poisson", rate=5.0, adapters=1000, skew=0.1)
+    few, many = (
+        simulate(make_policy("cost", TABLES["atmm"]), TABLES["atmm"], Machine(slots=s), load, 60.0) for s in (4, 64)
+    )
+    assert few.loads > many.loads
+    assert few.token_latency > many.token_latency

@@ -1,0 +1,200 @@
+"""Keeps the queue state that policies read, from what the scheduler tells it: arrivals, queues, iterations.
+
+Nothing here knows SGLang beyond the few attributes of a request that it reads, and nothing reads a clock, so that the
+planners of all tensor-parallel ranks hold the same state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, ServiceClass
+from vlora_sgl.errors import RequestError
+from vlora_sgl.managers.policies import Policy, QueueState, RequestState, mode_of
+from vlora_sgl.managers.policies.base import Memory, visible
+
+CLASS_KEY = "vlora_class"
+DEADLINE_KEY = "vlora_deadline_ms"
+
+OUTPUT_GUESS = 64.0
+"""Output tokens expected of the first requests; after that the running mean of finished ones."""
+
+
+def latency_constraint(custom_params: Mapping[str, Any] | None) -> tuple[ServiceClass, float | None]:
+    """The service class and the deadline (seconds) that a request carries in ``sampling_params.custom_params``.
+
+    Raises:
+        RequestError: an unknown class, or a deadline that is not a positive number of milliseconds.
+    """
+    params = custom_params or {}
+    name, deadline = params.get(CLASS_KEY), params.get(DEADLINE_KEY)
+    try:
+        service = ServiceClass.INTERACTIVE if name is None else ServiceClass(name)
+    except ValueError:
+        raise RequestError(f"{CLASS_KEY} must be one of {', '.join(ServiceClass)}; got {name!r}") from None
+    if deadline is None:
+        return service, None
+    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline < float("inf"):
+        raise RequestError(f"{DEADLINE_KEY} must be a positive number of milliseconds; got {deadline!r}")
+    return service, deadline / 1000
+
+
+class Planner:
+    """One per rank, beside the scheduler.
+
+    Args:
+        policy: decides.
+        max_batch: most requests that run at once.
+        max_adapters: most adapters (base excluded) one iteration can use.
+        can_park: whether running requests can be left out of an iteration.
+        window: waiting requests shown to the policy (``visible``).
+    """
+
+    def __init__(
+        self, policy: Policy, max_batch: int, max_adapters: int, can_park: bool = False, window: int = 256
+    ) -> None:
+        self.policy = policy
+        self.max_batch, self.max_adapters, self.can_park, self.window = max_batch, max_adapters, can_park, window
+        self.clock = 0.0
+        self.folded: AdapterId = None
+        self.memory: Memory = {}
+        self.switches = 0
+        self.switch_seconds = 0.0
+        self.seconds_by_mode = dict.fromkeys(InferenceMode, 0.0)
+        self.starving = 0
+        self._states: dict[str, RequestState] = {}
+        self._arrivals = 0
+        self._mean_output = OUTPUT_GUESS
+        self._plan: BatchPlan | None = None
+        self._order: dict[str, int] = {}
+
+    def next(self, waiting: Sequence[Any], running: Sequence[Any], chunked: Any = None) -> BatchPlan:
+        """Plan the next iteration.
+
+        Args:
+            waiting: SGLang requests not started (or retracted), in any order.
+            running: SGLang requests that decode.
+            chunked: the one in the middle of a chunked prefill, which is in neither queue.
+        """
+        states: dict[str, RequestState] = {}
+        rows: list[RequestState] = []
+        late: list[RequestState] = []
+        for request in running:
+            state = states[request.rid] = self._state(request)
+            state.prompt = 0
+            state.generated = len(request.output_ids)
+            state.context = len(request.origin_input_ids) + state.generated
+            rows.append(state)
+        for request in waiting:
+            state = states[request.rid] = self._state(request)
+            if not state.prompt:  # retracted: its cache is gone
+                state.prompt = len(request.origin_input_ids) + len(request.output_ids)
+            late.append(state)
+        late.sort(key=lambda state: state.arrival)
+        if chunked is not None and chunked.rid not in states:
+            states[chunked.rid] = self._state(chunked)
+            late.insert(0, states[chunked.rid])
+        self._forget(states)
+        queues = QueueState(
+            clock=self.clock,
+            waiting=visible(late, self.window),
+            running=rows,
+            folded=self.folded,
+            max_batch=self.max_batch,
+            max_adapters=self.max_adapters,
+            can_park=self.can_park,
+            chunked=None if chunked is None else chunked.rid,
+            memory=self.memory,
+        )
+        self._plan = self.policy.plan(queues)
+        self._order = {rid: i for i, rid in enumerate(self._plan.requests)}
+        bound = self.policy.limits.wait_bound / 2
+        self.starving = sum(self.clock - state.progress > bound for state in states.values())
+        return self._plan
+
+    def planned(self, rid: str) -> bool:
+        """Whether the current plan lets this request run."""
+        return rid in self._order
+
+    def place(self, rid: str) -> int:
+        """The request's place in the current plan; those left out come last."""
+        return self._order.get(rid, len(self._order))
+
+    def settle(self, rows: Sequence[tuple[str, AdapterId]]) -> BatchPlan:
+        """The current plan, cut to the rows of the batch that was formed: its mode follows from them."""
+        target = self._plan.merged_adapter if self._plan is not None else None
+        if len({adapter for _, adapter in rows} | {target} - {None}) > self.max_adapters + 1:
+            target = None
+        return BatchPlan(tuple(rid for rid, _ in rows), mode_of((a for _, a in rows), target), target)
+
+    def ran(self, plan: BatchPlan, tokens: Mapping[str, int], prefill: bool) -> None:
+        """Account for an iteration that was launched.
+
+        Args:
+            plan: what ``settle`` returned for it.
+            tokens: tokens of each request in it.
+            prefill: whether it was a prefill.
+        """
+        costs = self.policy.costs
+        if plan.merged_adapter != self.folded:
+            seconds = costs.switch_seconds(self.folded, plan.merged_adapter)
+            self.switches += 1
+            self.switch_seconds += seconds
+            self.clock += seconds
+            self.folded = plan.merged_adapter
+        groups: Counter[AdapterId] = Counter()
+        context = 0.0
+        for rid, count in tokens.items():
+            state = self._states[rid]
+            groups[state.adapter] += count
+            context += count * count / 2 if prefill else state.context
+        seconds = (costs.prefill if prefill else costs.decode).seconds(groups, context, self.folded)
+        self.clock += seconds
+        self.seconds_by_mode[plan.mode] += seconds
+        self.memory = self.policy.remember(self.memory, prefill, groups, self.folded)
+        for rid in tokens:
+            state = self._states[rid]
+            state.progress = self.clock
+            state.remaining = max(1, state.remaining - (not prefill))
+
+    def state(self) -> dict[str, Any]:
+        """Figures for ``/server_info`` and the metrics; the seconds are the cost table's."""
+        return {
+            "planned_seconds": self.clock,
+            "seconds_by_mode": {str(mode): seconds for mode, seconds in self.seconds_by_mode.items()},
+            "folded": self.folded,
+            "switches": self.switches,
+            "switch_seconds": self.switch_seconds,
+            "starving": self.starving,
+            "costs": self.policy.costs.provenance,
+        }
+
+    def _state(self, request: Any) -> RequestState:
+        """The request's state, made at first sight."""
+        state = self._states.get(request.rid)
+        if state is None:
+            service, deadline = latency_constraint(request.sampling_params.custom_params)
+            most = request.sampling_params.max_new_tokens or OUTPUT_GUESS
+            state = RequestState(
+                rid=request.rid,
+                adapter=request.lora_id,
+                arrival=self._arrivals,
+                arrived=self.clock,
+                progress=self.clock,
+                prompt=len(request.origin_input_ids),
+                remaining=max(1, round(min(most, self._mean_output))),
+                service=service,
+                deadline=deadline,
+            )
+            self._arrivals += 1
+            self._states[request.rid] = state
+        return state
+
+    def _forget(self, present: Mapping[str, RequestState]) -> None:
+        """Drop the requests that have left, and learn the usual length from them."""
+        for rid in [rid for rid in self._states if rid not in present]:
+            state = self._states.pop(rid)
+            if state.generated:
+                self._mean_output += 0.02 * (state.generated - self._mean_output)

@@ -1,0 +1,265 @@
+"""What every policy sees, what it may answer, and the few rules they share.
+
+A policy is a pure function of an explicit ``QueueState``: it holds no state and asks no clock. Seconds are the cost
+table's, added up over the iterations that ran, so that every tensor-parallel rank sees the same state and answers
+alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
+
+from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, ServiceClass, adapters_in
+from vlora_sgl.errors import ConfigError
+from vlora_sgl.managers.cost_table import CostTable, Groups
+
+CLASS_WEIGHT = {ServiceClass.REALTIME: 4.0, ServiceClass.INTERACTIVE: 1.0, ServiceClass.BATCH: 0.25}
+"""How much faster a class gathers credit than ``interactive``."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One unfinished request. The scheduler writes it, a policy only reads it.
+
+    Attributes:
+        rid: its id.
+        adapter: its adapter, ``None`` for the base model.
+        arrival: sequence number of its arrival; unique.
+        arrived: clock at its arrival.
+        progress: clock when it last ran, or arrived.
+        prompt: tokens still to prefill; 0 once it decodes.
+        context: tokens in its KV cache.
+        remaining: output tokens it is expected to need still.
+        generated: output tokens it has.
+        service: its latency class.
+        deadline: seconds after arrival by which it is to be finished, or ``None``.
+    """
+
+    rid: str
+    adapter: AdapterId
+    arrival: int
+    arrived: float = 0.0
+    progress: float = 0.0
+    prompt: int = 0
+    context: int = 0
+    remaining: int = 64
+    generated: int = 0
+    service: ServiceClass = ServiceClass.INTERACTIVE
+    deadline: float | None = None
+
+
+Memory = dict[AdapterId, float]
+"""What a policy wants to remember of past iterations: explicit, and part of the state."""
+
+
+@dataclass(slots=True)
+class QueueState:
+    """Everything a decision may depend on.
+
+    Attributes:
+        clock: seconds of all iterations so far, by the cost table.
+        waiting: requests not started, in order of arrival, as ``visible`` picked them.
+        running: requests that hold KV cache, in order of admission; those not in a plan are parked.
+        folded: the adapter folded into the weights.
+        max_batch: most requests that may run at once, parked ones included.
+        max_adapters: most adapters (base excluded, folded included) that one iteration may use.
+        can_park: whether running requests may be left out of a plan.
+        chunked: id of the request in the middle of a chunked prefill; it must be in the plan.
+        memory: what ``Policy.remember`` returned last.
+    """
+
+    clock: float
+    waiting: Sequence[RequestState]
+    running: Sequence[RequestState]
+    folded: AdapterId = None
+    max_batch: int = 32
+    max_adapters: int = 8
+    can_park: bool = False
+    chunked: str | None = None
+    memory: Memory = field(default_factory=dict)
+
+
+R = TypeVar("R", bound=RequestState)
+
+
+def visible(waiting: Sequence[R], window: int) -> Sequence[R]:
+    """The part of a long queue that a policy is shown, which bounds the work of a decision.
+
+    The first ``window`` in order of arrival; behind them up to as many again that must not be overlooked: the first of
+    an adapter that has none in sight yet, and those of class ``realtime`` or with a deadline.
+    """
+    if len(waiting) <= window:
+        return waiting
+    shown = list(waiting[:window])
+    seen = {r.adapter for r in shown}
+    for r in waiting[window:]:
+        if r.adapter not in seen or r.service is ServiceClass.REALTIME or r.deadline is not None:
+            seen.add(r.adapter)
+            shown.append(r)
+            if len(shown) >= 2 * window:
+                break
+    return shown
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Thresholds of the policies, in seconds.
+
+    Attributes:
+        theta: credit above which a request starves (Algorithm 1).
+        wait_bound: longest a request may be kept from running for the sake of others.
+        reserve: share of the batch that requests of class ``batch`` may not take.
+    """
+
+    theta: float = 0.5
+    wait_bound: float = 2.0
+    reserve: float = 0.125
+
+    def __post_init__(self) -> None:
+        if not (self.theta > 0 and self.wait_bound > 0 and 0 <= self.reserve < 1):
+            raise ConfigError(f"limits want theta > 0, wait_bound > 0 and 0 <= reserve < 1, got {self}")
+
+
+def mode_of(rows: Iterable[AdapterId], folded: AdapterId) -> InferenceMode:
+    """The mode in which rows run while ``folded`` is in the weights: the weights leave no choice."""
+    if folded is None:
+        return InferenceMode.UNMERGED
+    return InferenceMode.MERGED if all(row == folded for row in rows) else InferenceMode.MIXTURE
+
+
+def group_sizes(requests: Iterable[RequestState]) -> Counter[AdapterId]:
+    """Requests per adapter, in order of first appearance."""
+    return Counter(r.adapter for r in requests)
+
+
+def largest_group(requests: Iterable[RequestState], folded: AdapterId) -> tuple[AdapterId, int]:
+    """The adapter with the most requests (the base model cannot be folded and does not count), and how many.
+
+    Ties go to the folded adapter, then to the one that appears first. ``(None, 0)`` without any adapter.
+    """
+    sizes = group_sizes(requests)
+    sizes.pop(None, None)
+    if not sizes:
+        return None, 0
+    best = max(sizes.values())
+    if folded is not None and sizes.get(folded) == best:
+        return folded, best
+    return next((a, n) for a, n in sizes.items() if n == best)
+
+
+class Policy(ABC):
+    """Turns queue state into the plan of the next iteration.
+
+    ``plan.requests`` names the requests that may run: waiting ones are to be admitted (prefilled) in this order, as
+    far as memory allows; if none is admitted, the running ones decode. Running requests that a plan leaves out are
+    parked.
+
+    Args:
+        costs: the seconds of an iteration.
+        limits: thresholds.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, costs: CostTable, limits: Limits | None = None) -> None:
+        self.costs = costs
+        self.limits = limits or Limits()
+
+    @abstractmethod
+    def plan(self, state: QueueState) -> BatchPlan:
+        """The next iteration; non-empty whenever ``state`` holds a request. Pure: same state, same plan."""
+
+    def remember(self, memory: Memory, prefill: bool, groups: Groups, folded: AdapterId, repeats: int = 1) -> Memory:
+        """What to keep after ``repeats`` iterations over ``groups`` while ``folded`` was in the weights. Pure."""
+        return memory
+
+    def credit(self, request: RequestState, state: QueueState) -> float:
+        """Algorithm 1, line 2: waiting time, execution time in the current mode, and mode switch latency, in seconds.
+
+        A service class scales the waiting time; a deadline makes a request starve (credit above ``theta``) once half
+        of its time is used up, counting the work that is left.
+        """
+        waited = state.clock - request.progress
+        execution = self.execution_seconds(request, state.folded)
+        switch = 0.0 if request.adapter == state.folded else self.costs.switch_seconds(state.folded, request.adapter)
+        credit = CLASS_WEIGHT[request.service] * waited + execution + switch
+        if request.deadline is not None:
+            used = state.clock - request.arrived + self.remaining_seconds(request, state.folded)
+            credit = max(credit, self.limits.theta * used / (0.5 * request.deadline))
+        return credit
+
+    def execution_seconds(self, request: RequestState, folded: AdapterId) -> float:
+        """The request's next iteration, alone, while ``folded`` is in the weights."""
+        if request.prompt:
+            return self.costs.prefill.seconds({request.adapter: request.prompt}, 0, folded)
+        return self.costs.decode.seconds({request.adapter: 1}, request.context, folded)
+
+    def remaining_seconds(self, request: RequestState, folded: AdapterId) -> float:
+        """All that is left of the request, alone, while ``folded`` is in the weights."""
+        step = self.costs.decode.seconds({request.adapter: 1}, request.context, folded)
+        prefill = self.execution_seconds(request, folded) if request.prompt else 0.0
+        return prefill + request.remaining * step
+
+
+def assemble(
+    state: QueueState, order: Sequence[RequestState], folded: AdapterId, only_folded: bool = False
+) -> BatchPlan:
+    """The plan that runs requests in ``order`` of preference, as far as the batch and the adapter slots go.
+
+    What must run, does: the chunked prefill, and every running request where parking is off. Admissions leave room for
+    the parked.
+
+    Args:
+        state: the queues.
+        order: requests that may run, most urgent first.
+        folded: the adapter to be folded during the iteration; dropped if those that must run need its slot.
+        only_folded: leave out every other adapter's requests unless they must run.
+    """
+    must = {r.rid for r in state.running} if not state.can_park else set()
+    if state.chunked is not None:
+        must.add(state.chunked)
+    chosen = [r for r in (*state.running, *state.waiting) if r.rid in must]
+    taken = {r.rid for r in chosen}
+    only = folded
+    if len(adapters_in((r.adapter for r in chosen), folded)) > state.max_adapters:
+        folded = None
+    adapters = set(adapters_in((r.adapter for r in chosen), folded))
+    running = {r.rid for r in state.running}
+    free = state.max_batch - len(running) - sum(rid not in running for rid in must)
+    for request in order:
+        if request.rid in taken or (only_folded and request.adapter != only):
+            continue
+        admitted = request.rid not in running
+        if admitted and free <= 0:
+            continue
+        if request.adapter is not None and request.adapter not in adapters:
+            if len(adapters) >= state.max_adapters:
+                continue
+            adapters.add(request.adapter)
+        free -= admitted
+        taken.add(request.rid)
+        chosen.append(request)
+    if not chosen and folded is not None and not only_folded:
+        # The folded adapter, though nobody asks for it, holds the slot that the others need.
+        return assemble(state, order, folded=None)
+    mode = mode_of((r.adapter for r in chosen), folded)
+    return BatchPlan(tuple(r.rid for r in chosen), mode, folded)
+
+
+def check_plan(state: QueueState, plan: BatchPlan) -> None:
+    """Raise ``AssertionError`` naming the first rule that ``plan`` breaks."""
+    requests = {r.rid: r for r in (*state.running, *state.waiting)}
+    rows = [requests[rid] for rid in plan.requests]
+    assert len(set(plan.requests)) == len(plan.requests), "a request is planned twice"
+    assert rows or not requests, "there is work and none is planned"
+    assert len(set(plan.requests) | {r.rid for r in state.running}) <= state.max_batch, "more requests than fit"
+    if not state.can_park:
+        assert {r.rid for r in state.running} <= set(plan.requests), "a running request is left out"
+    assert state.chunked is None or state.chunked in plan.requests, "a chunked prefill is left out"
+    need = adapters_in((r.adapter for r in rows), plan.merged_adapter)
+    assert len(need) <= state.max_adapters, "more adapters than slots"
+    assert plan.mode is mode_of((r.adapter for r in rows), plan.merged_adapter), "the mode contradicts the rows"

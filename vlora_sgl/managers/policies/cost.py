@@ -1,0 +1,166 @@
+"""The policy of least estimated completion time, from the cost table, with a bound on waiting.
+
+Three decisions, each from seconds of the table:
+
+1. *Which adapter to fold.* A metrical task system: staying in the wrong fold costs a little every iteration, changing
+   it costs a switch. The memory holds, per adapter, the seconds that recent iterations would have saved with it folded
+   (a one-sided sum, never below zero). When that sum, plus what the known work will save, exceeds the price of the
+   switch there and back, switch. It needs no forecast of the traffic, and what it can lose against the best fixed fold
+   is a small multiple of the switches made.
+2. *Whom to admit.* The realtime class and deadlines at risk first, by due time; then one starving request of each
+   adapter that has none running; then arrival. (Letting every starving request jump the queue would only fill the
+   batch with more adapters when load is highest.) A request that starves for want of an adapter slot closes the door
+   to other adapters' requests (the hot one's last) until a slot drains.
+3. *Whether to park.* Running only the folded adapter's n_m of n rows is faster per iteration and idles the others. The
+   sum of completion times falls only if ``n_m / t_merged > n / t_mixture``; then the others sit out a number of
+   iterations that minimises ``(f t_mixture + (1 - f) t_merged) (h + (1 - h) / f)``, h = n_m / n, over the fraction f
+   in which they run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import sqrt
+
+from vlora_sgl.core import AdapterId, BatchPlan, ServiceClass
+from vlora_sgl.managers.cost_table import Groups
+from vlora_sgl.managers.policies.base import (
+    Memory,
+    Policy,
+    QueueState,
+    RequestState,
+    assemble,
+    group_sizes,
+    largest_group,
+)
+
+LOOKAHEAD = 16
+"""Decode iterations of the present batch that are counted as known work: about how long a batch keeps its rows."""
+
+SWITCH_FACTOR = 3.0
+"""How many times its price a switch must have paid back; over 1, so that traffic without a favourite does not flap."""
+
+CANDIDATES = 4
+"""Adapters considered for folding in one decision, the largest groups first: bounds the work of a decision."""
+
+
+class CostPolicy(Policy):
+    """Least estimated mean completion time."""
+
+    name = "cost"
+
+    def plan(self, state: QueueState) -> BatchPlan:
+        """Choose the fold, then the order of admission, then whether to park."""
+        folded = self.choose_fold(state)
+        rows = self.rows_to_run(state, folded)
+        return assemble(state, (*rows, *self.admission_order(state, folded)), folded)
+
+    def remember(self, memory: Memory, prefill: bool, groups: Groups, folded: AdapterId, repeats: int = 1) -> Memory:
+        """Add to each candidate's sum what these iterations would have saved with it folded."""
+        phase = self.costs.prefill if prefill else self.costs.decode
+        now = phase.lora_seconds(groups, folded)
+        absent = now - phase.lora_seconds(groups, "\0absent")
+        sums: Memory = {}
+        for adapter in {*memory, *groups, None} - {folded}:
+            saved = absent
+            if adapter is None or adapter in groups:
+                saved = now - phase.lora_seconds(groups, adapter)
+            if (total := memory.get(adapter, 0.0) + repeats * saved) > 0:
+                sums[adapter] = total
+        return sums
+
+    def choose_fold(self, state: QueueState) -> AdapterId:
+        """The adapter to have folded next."""
+        decode: Counter[AdapterId] = group_sizes(state.running)
+        prefill: Counter[AdapterId] = Counter()
+        for r in state.waiting[: max(0, state.max_batch - len(state.running))]:
+            prefill[r.adapter] += r.prompt
+            decode[r.adapter] += 1
+        names: list[AdapterId] = [a for a, _ in decode.most_common(CANDIDATES) if a is not None]
+        names += [a for a in (None, state.folded) if a not in names]
+        best, best_gain = state.folded, 0.0
+        now = self._known_seconds(decode, prefill, state.folded)
+        for adapter in names:
+            if adapter == state.folded:
+                continue
+            gain = state.memory.get(adapter, 0.0) + now - self._known_seconds(decode, prefill, adapter)
+            price = SWITCH_FACTOR * (
+                self.costs.switch_seconds(state.folded, adapter) + self.costs.switch_seconds(adapter, state.folded)
+            )
+            if gain - price > best_gain:
+                best, best_gain = adapter, gain - price
+        if best not in decode and len({*decode, best} - {None}) > state.max_adapters:
+            return None  # nobody in sight asks for it, and its slot is needed
+        return best
+
+    def _known_seconds(self, decode: Groups, prefill: Groups, folded: AdapterId) -> float:
+        """What adapters add to the work in sight while ``folded`` is in the weights."""
+        return self.costs.prefill.lora_seconds(prefill, folded) + LOOKAHEAD * self.costs.decode.lora_seconds(
+            decode, folded
+        )
+
+    def starves(self, request: RequestState, state: QueueState) -> bool:
+        """Whether a request is to be served before its turn.
+
+        At half the bound: the other half is for the place it needs to come free.
+        """
+        if request.deadline is not None and self.credit(request, state) > self.limits.theta:
+            return True
+        return state.clock - request.progress > 0.5 * self.limits.wait_bound
+
+    def admission_order(self, state: QueueState, folded: AdapterId) -> list[RequestState]:
+        """Waiting requests that may be admitted, most urgent first."""
+        running = group_sizes(state.running)
+        urgent: list[tuple[float, int, RequestState]] = []
+        idle: list[RequestState] = []
+        rest: list[RequestState] = []
+        served = set(running)
+        for r in state.waiting:
+            if r.service is ServiceClass.REALTIME or (r.deadline is not None and self.starves(r, state)):
+                urgent.append((r.arrived + (r.deadline or 0.0), r.arrival, r))
+            elif r.adapter not in served and self.starves(r, state):
+                served.add(r.adapter)
+                idle.append(r)
+            else:
+                rest.append(r)
+        first = [*(r for _, _, r in sorted(urgent, key=lambda u: u[:2])), *idle]
+        order = [*first, *rest]
+        used = set(running) - {None}
+        held = used | ({folded} - {None})
+        if len(held) >= state.max_adapters and any(r.adapter not in {None, *held} for r in first):
+            # Adapters leave their slots only as their rows finish: admit nobody whose adapter is to leave.
+            hot, _ = largest_group((*state.running, *state.waiting), folded)
+            leaving = used - {hot} or used
+            order = [r for r in order if r.adapter not in leaving]
+
+        at_risk = any(r.deadline is not None and self.credit(r, state) > self.limits.theta for r in state.running)
+        places = int((1 - self.limits.reserve) * state.max_batch)
+        places -= sum(r.service is ServiceClass.BATCH for r in state.running)
+        admitted: list[RequestState] = []
+        for r in order:
+            if r.service is ServiceClass.BATCH:
+                # A prefill of batch work would delay the row whose deadline is near; and it never takes the reserve.
+                if (at_risk or places <= 0) and state.running:
+                    continue
+                places -= 1
+            admitted.append(r)
+        return admitted
+
+    def rows_to_run(self, state: QueueState, folded: AdapterId) -> list[RequestState]:
+        """Running requests that decode next, most urgent first."""
+        rows = sorted(state.running, key=lambda r: (r.progress, r.arrival))
+        if not state.can_park or folded is None:
+            return rows
+        mine = [r for r in rows if r.adapter == folded]
+        others = [r for r in rows if r.adapter != folded]
+        if not mine or not others or any(r.deadline is not None for r in others):
+            return rows
+        context = sum(r.context for r in rows)
+        mixed = self.costs.decode.seconds(group_sizes(rows), context, folded)
+        alone = self.costs.decode.seconds({folded: len(mine)}, sum(r.context for r in mine), folded)
+        share = len(mine) / len(rows)
+        if share * mixed <= alone:
+            return rows
+        fraction = sqrt((1 - share) * alone / (share * (mixed - alone)))
+        pause = min((1 / fraction - 1) * alone, 0.5 * self.limits.wait_bound) if fraction < 1 else 0.0
+        return rows if state.clock - min(r.progress for r in others) >= pause else mine

@@ -1,0 +1,27 @@
+"""dLoRA's policy, as the paper describes it: merged or unmerged by workload, no mixture."""
+
+from __future__ import annotations
+
+from vlora_sgl.core import BatchPlan
+from vlora_sgl.managers.policies.base import Policy, QueueState, assemble, largest_group
+
+
+class DLoraPolicy(Policy):
+    """Merged when one adapter holds over half of the requests and nobody starves, else unmerged.
+
+    Leaving merged mode for the starving costs two switches each time: what mixture mode was invented against.
+    """
+
+    name = "dlora"
+
+    def plan(self, state: QueueState) -> BatchPlan:
+        """Merged and alone, or unmerged and first come, first served."""
+        requests = (*state.running, *state.waiting)
+        hot, count = largest_group(requests, state.folded)
+        starving = [r for r in requests if state.clock - r.progress > self.limits.theta]
+        others_run = not state.can_park and any(r.adapter != hot for r in state.running)
+        if 2 * count > len(requests) and not starving and not others_run:
+            plan = assemble(state, requests, hot, only_folded=True)
+            if plan.requests:
+                return plan
+        return assemble(state, (*starving, *requests), folded=None)

@@ -1,0 +1,26 @@
+"""Always merge: one adapter at a time ("merge only" in figure 19)."""
+
+from __future__ import annotations
+
+from vlora_sgl.core import BatchPlan
+from vlora_sgl.managers.policies.base import Policy, QueueState, assemble
+
+
+class MergedPolicy(Policy):
+    """Serves the adapter of the oldest request, and every request of that adapter beside it, until that one is done.
+
+    First come, first served between adapters, so nobody starves; base requests run on pristine weights. Where parking
+    is off, running requests of other adapters finish in mixture mode while nothing of theirs is admitted.
+    """
+
+    name = "merged"
+
+    def plan(self, state: QueueState) -> BatchPlan:
+        """The requests of one adapter."""
+        requests = (*state.running, *state.waiting)
+        if not requests:
+            return assemble(state, (), folded=None)
+        oldest = min(requests, key=lambda r: r.arrival)
+        plan = assemble(state, requests, oldest.adapter, only_folded=True)
+        # A batch full of parked rows of other adapters admits nobody: serve those instead of nobody.
+        return plan if plan.requests else assemble(state, requests, state.running[0].adapter, only_folded=True)
