@@ -1,0 +1,240 @@
+"""ATMM against the float64 row loop, under Triton's interpreter (here) and on the GPU (marked)."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from vlora_sgl.kernels import tiling
+from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, make_routing
+from vlora_sgl.kernels.tiling import OPS, Tile, TilingTable, default_tile, unpack
+
+CUDA = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if CUDA else "cpu"
+
+# name: (K, offsets, R, ranks, scalings)
+SHAPES = {
+    "one-part": (64, (0, 48), 16, [16, 8, 16], [1.0, 0.5, 2.0]),
+    "qkv-unequal-odd-ranks": (96, (0, 40, 56, 72), 24, [24, 0, 16, 5, 24], [0.5, 0.0, 1.0, 2.0, 0.25]),
+    "gate-up-ragged": (80, (0, 33, 66), 12, [12, 3], [1.0, 3.0]),
+}
+# name: row count, groups as (rows, pairs); what no group names is base-only
+ROUTINGS = {
+    "one-adapter": (5, [(range(5), [(0, 1.0)])]),
+    "base-rows-and-empty-segment": (7, [([1, 3], [(0, 1.0)]), ([], [(0, 1.0)]), ([0], [])]),
+    "two-slots-a-row": (18, [(range(0, 18, 2), [(0, 1.0), (-1, -1.0)]), ([1, 3], [(-1, -1.0)])]),
+    "gates-per-row": (4, [([t], [(0, 0.25 + t), (-1, 1 - t)]) for t in range(4)]),
+    "one-row": (1, [([0], [(-1, 1.0)])]),
+    "base-only": (3, [([0, 1, 2], [])]),
+}
+
+
+class FixedTable(TilingTable):
+    """The same tile for every key of an operation."""
+
+    def __init__(self, **tiles: Tile) -> None:
+        super().__init__({})
+        self.tiles = tiles
+
+    def lookup(self, key: int) -> Tile:
+        fields = unpack(key)
+        return self.tiles.get(OPS[fields["op"]]) or default_tile(fields)
+
+
+def tiles(split: int, plan: str) -> FixedTable:
+    return FixedTable(
+        linear=Tile(16, 16, 32, split, 4, 2, plan),
+        shrink=Tile(16, 16, 32, split, 4, 2),
+        expand=Tile(16, 32, 0, 1, 4, 1),
+        grouped_shrink=Tile(16, 32, 32, split, 4, 2),
+        grouped_expand=Tile(16, 32, 0, 1, 4, 1),
+        grouped_write=Tile(16, 32, 0, 1, 4, 1),
+    )
+
+
+def make_case(shape: str, routing: str, dtype: torch.dtype, dense: bool):
+    """Poisoned pools: whatever lies outside a slot's own rank is NaN, and so are empty slots."""
+    k, offsets, r, ranks, scalings = SHAPES[shape]
+    rows, named = ROUTINGS[routing]
+    last = len(ranks) - 1
+    groups = [
+        (np.array(list(t), dtype=np.int32), tuple((last if s < 0 else s, w) for s, w in pairs)) for t, pairs in named
+    ]
+    rest = sorted(set(range(rows)) - {t for t_, _ in groups for t in t_.tolist()})
+    groups.append((np.array(rest, dtype=np.int32), ()))
+    torch.manual_seed(0)
+    parts, n = len(offsets) - 1, offsets[-1]
+    a = torch.full((len(ranks), parts * r, k), float("nan"))
+    b = torch.full((len(ranks), n, r), float("nan"))
+    for s, rank in enumerate(ranks):
+        a[s, : parts * rank] = torch.randn(parts * rank, k) * k**-0.5
+        b[s, :, :rank] = torch.randn(n, rank)
+    x, w, bias = torch.randn(rows, k), torch.randn(n, k) * k**-0.5, torch.randn(n)
+    tensors = [t.to(DEVICE, dtype) for t in (x, w, bias, a, b)]
+    table = make_routing(groups, rows, ranks, scalings, DEVICE, dense=dense, block=16)
+    return *tensors, groups, ranks, scalings, offsets, table
+
+
+def check(out: torch.Tensor, exact: torch.Tensor, own: torch.Tensor) -> None:
+    """At most four times torch's own error in the same dtype (and a few units of its last place)."""
+    assert torch.isfinite(out).all(), "an output was left unwritten, or read past a slot's rank"
+    floor = (own.double() - exact).abs().max().item() + 4 * torch.finfo(out.dtype).eps * exact.abs().max().item()
+    assert (out.double() - exact).abs().max().item() <= 4 * floor
+
+
+def torch_own(y, x, a, b, groups, ranks, scalings, offsets):
+    """The same in plain torch matmuls of the tensors' dtype, one row group after the other."""
+    y = y.clone()
+    for rows, pairs in groups:
+        t = torch.from_numpy(rows).long().to(y.device)
+        for slot, weight in pairs:
+            r = ranks[slot]
+            for c in range(len(offsets) - 1):
+                low = x[t] @ a[slot, c * r : (c + 1) * r].T * (weight * scalings[slot])
+                y[t, offsets[c] : offsets[c + 1]] += low @ b[slot, offsets[c] : offsets[c + 1], :r].T
+    return y
+
+
+def run_case(shape: str, routing: str, dtype: torch.dtype, dense: bool, table: TilingTable | None) -> None:
+    x, w, bias, a, b, groups, ranks, scalings, offsets, route = make_case(shape, routing, dtype, dense)
+    base = torch.nn.functional.linear(x, w, bias)
+    exact = atmm_reference(base.cpu(), x.cpu(), a.cpu(), b.cpu(), groups, ranks, scalings, offsets).to(DEVICE)
+    own = torch_own(base, x, a, b, groups, ranks, scalings, offsets)
+    if route.has_adapters:
+        assert (exact - base.double()).abs().max() > 0.1, "the adapters must change the output"
+    out = base.clone()
+    assert atmm(out, x, a, b, route, offsets, table) is out
+    check(out, exact, own)
+    untouched = [t for rows, pairs in groups if not pairs for t in rows.tolist()]
+    assert torch.equal(out[untouched], base[untouched])
+    full = torch.nn.functional.linear(x.double(), w.double(), bias.double())
+    exact = atmm_reference(full.cpu(), x.cpu(), a.cpu(), b.cpu(), groups, ranks, scalings, offsets).to(DEVICE)
+    check(atmm_linear(x, w, bias, a, b, route, offsets, table), exact, own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="the path of a plain CPU")
+def test_torch_path(shape, routing, dtype):
+    run_case(shape, routing, dtype, True, None)
+
+
+# The interpreter multiplies bfloat16 as integers, so kernels run there in float32 and float16.
+@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])], ids=str)
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("plan", ["grid", "fused", "grouped"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel(shape, routing, plan, split, dtype):
+    if not CUDA and (dtype is torch.float16) != (split == 3):
+        pytest.skip("each dtype with one split under the interpreter, for time")
+    run_case(shape, routing, dtype, plan != "grouped", tiles(split, plan))
+
+
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="starts the interpreter run where there is no GPU")
+def test_kernels_interpreted():
+    """Triton reads TRITON_INTERPRET when a kernel is defined, hence a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "test_kernel"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("plan", ["grid", "fused", "grouped"])
+def test_graph_replay_equals_eager_bit_for_bit(plan):
+    x, w, bias, a, b, _, _, _, offsets, route = make_case(
+        "qkv-unequal-odd-ranks", "two-slots-a-row", torch.bfloat16, plan != "grouped"
+    )
+    table = tiles(3, plan)
+    eager = atmm_linear(x, w, bias, a, b, route, offsets, table)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = atmm_linear(x, w, bias, a, b, route, offsets, table)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize("pairs", [((1, 1.0),), ((7, 1.0),)], ids=["empty-slot", "no-such-slot"])
+def test_routing_to_a_missing_adapter_is_refused(pairs):
+    with pytest.raises(ValueError, match="slot"):
+        make_routing([(np.arange(2, dtype=np.int32), pairs)], 2, [4, 0], [1.0, 0.0], "cpu")
+
+
+def test_a_row_without_a_group_is_refused():
+    with pytest.raises(ValueError, match="row 1 of 2"):
+        make_routing([(np.array([0], dtype=np.int32), ())], 2, [4], [1.0], "cpu")
+
+
+def test_misfitting_tensors_are_refused_with_both_shapes():
+    route = make_routing([(np.arange(2, dtype=np.int32), ((0, 1.0),))], 2, [4], [1.0], "cpu")
+    a, b = torch.zeros(1, 4, 8), torch.zeros(1, 6, 4)
+    with pytest.raises(ValueError, match=r"x must be \[2, 8\].*got \(2, 9\)"):
+        atmm(torch.zeros(2, 6), torch.zeros(2, 9), a, b, route, (0, 6))
+    with pytest.raises(ValueError, match="offsets must rise"):
+        atmm(torch.zeros(2, 6), torch.zeros(2, 8), a, b, route, (0, 5))
+    with pytest.raises(ValueError, match="dtype"):
+        atmm(torch.zeros(2, 6), torch.zeros(2, 8), a.double(), b, route, (0, 6))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs 5 GB of device memory")
+def test_addresses_beyond_two_to_the_31_elements():
+    far = 1 << 31
+    pool = torch.empty(far + 4096, dtype=torch.float16, device="cuda")
+    a = pool.as_strided((2, 16, 64), (far, 64, 1))
+    a.normal_()
+    b = torch.randn(2, 32, 16, dtype=torch.float16, device="cuda")
+    x = torch.randn(3, 64, dtype=torch.float16, device="cuda")
+    groups = [(np.arange(3, dtype=np.int32), ((1, 1.0),))]
+    for dense in (True, False):
+        route = make_routing(groups, 3, [16, 16], [1.0, 1.0], "cuda", dense=dense, block=16)
+        out = atmm(torch.zeros(3, 32, dtype=torch.float16, device="cuda"), x, a, b, route, (0, 32))
+        exact = (x.double() @ a[1].double().T) @ b[1].double().T
+        assert (out.double() - exact).abs().max() < 0.01 * exact.abs().max()
+
+
+def test_tiling_key_is_128_bits_and_reversible():
+    key = tiling.pack("expand", 37888, 3584, 64, 33, 8, parts=2, pairs=2, dtype=torch.bfloat16)
+    assert key < 1 << 128 and sum(tiling.FIELDS.values()) == 128
+    fields = unpack(key)
+    assert (fields["n"], fields["k"], fields["rank"], fields["rows"], fields["slots"]) == (37888, 3584, 64, 6, 3)
+
+
+def test_nearest_entry_stands_in_for_a_missing_one(tmp_path):
+    def key(rows, n=512, op="shrink"):
+        return tiling.pack(op, n, 64, 16, rows, 8, dtype=torch.float16)
+
+    small, large = Tile(16, 16, 64), Tile(64, 64, 64, 2)
+    path = tmp_path / "t.json"
+    TilingTable.save(path, [(key(4), small, {"us": 1.0}), (key(64), large, {})], device="d")
+    table = TilingTable.load(path)
+    assert table.lookup(key(4)) == small and table.lookup(key(48, n=640)) == large
+    assert table.lookup(key(4, op="expand")) == default_tile(unpack(key(4, op="expand")))
+
+
+def test_lookup_costs_the_host_under_five_microseconds():
+    import timeit
+
+    table = TilingTable({})
+    key = tiling.pack("linear", 4608, 3584, 64, 32, 8, dtype=torch.bfloat16)
+    table.lookup(key)
+    assert min(timeit.repeat(lambda: table.lookup(key), number=1000, repeat=5)) / 1000 < 5e-6
+
+
+def test_a_broken_table_names_the_file(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"t\.json is not a tiling table"):
+        TilingTable.load(path)

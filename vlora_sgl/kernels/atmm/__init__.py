@@ -1,0 +1,125 @@
+"""ATMM, the adaptive-tiling matrix multiplication: one operator for every way of applying adapters (V-LoRA, 4.3).
+
+``atmm`` adds the adapters' part to rows a base layer has computed; ``atmm_linear`` computes base and adapters
+together, which saves launches for few rows (decode) and a pass over the output for many (prefill).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vlora_sgl.kernels.atmm import launch
+from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_torch
+from vlora_sgl.kernels.atmm.routing import DENSE_MAX_ROWS, Group, Pairs, Routing, make_routing
+from vlora_sgl.kernels.tiling import Tile, TilingTable, pack, table_for
+
+__all__ = [
+    "DENSE_MAX_ROWS",
+    "Group",
+    "Pairs",
+    "Routing",
+    "atmm",
+    "atmm_linear",
+    "atmm_reference",
+    "atmm_torch",
+    "make_routing",
+]
+
+
+def _tiles(
+    first: str, second: str, b: torch.Tensor, k: int, parts: int, routing: Routing, table: TilingTable | None
+) -> tuple[Tile, Tile]:
+    found = table or table_for(b.device.index)
+    slots, n, r = b.shape
+    pairs = 1 if routing.tile_slots is None else routing.tile_slots.shape[1]
+    args = (n, k, r, routing.rows, slots)
+    return (
+        found.lookup(pack(first, *args, parts=parts, pairs=pairs, dtype=b.dtype)),
+        found.lookup(pack(second, *args, parts=parts, pairs=pairs, dtype=b.dtype)),
+    )
+
+
+def atmm(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    routing: Routing,
+    offsets: Sequence[int],
+    table: TilingTable | None = None,
+) -> torch.Tensor:
+    """``y[t, o[c]:o[c+1]] += sum_j g[t, j] * (x[t] A_jc^T) B_jc^T``, in place.
+
+    Args:
+        y: [M, >= N] output rows of the base layer. Changed in place.
+        x: [M, K] input rows, of y's dtype (float16, bfloat16 or float32).
+        a: [S, C * R, K] A of every pool slot; a slot of rank r keeps its C parts in the first C * r rows.
+        b: [S, N, R] B of every pool slot; a slot of rank r keeps it in the first r columns.
+        routing: which slots apply to which rows, and the slots' ranks and scalings.
+        offsets: C + 1 bounds of the stacked projections' columns, from 0 to N.
+        table: tiles to use instead of the device's own table.
+
+    Returns:
+        y.
+
+    Raises:
+        ValueError: shapes, strides or dtypes that do not fit.
+    """
+    launch.check(y, x, a, b, routing, offsets)
+    if not routing.rows:
+        return y
+    if x.device.type == "cpu" and not _interpreted():
+        return atmm_torch(y, x, a, b, routing, offsets)
+    if routing.gates is not None:
+        tile, expand = _tiles("shrink", "expand", b, x.shape[1], len(offsets) - 1, routing, table)
+        return launch.dense(y, x, a, b, routing, offsets, tile, expand)
+    tile, expand = _tiles("grouped_shrink", "grouped_expand", b, x.shape[1], len(offsets) - 1, routing, table)
+    return launch.grouped(y, x, a, b, routing, offsets, tile, expand)
+
+
+def atmm_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    routing: Routing,
+    offsets: Sequence[int],
+    table: TilingTable | None = None,
+) -> torch.Tensor:
+    """``x W^T + bias`` plus ``atmm``: [M, N], freshly allocated.
+
+    Few rows take one grid for base GEMM and shrink (and, where the table says so, the expand). Many rows take the
+    expand first, written not accumulated, and let the library's GEMM accumulate onto it (beta = 1): one pass less.
+
+    Args:
+        weight: [N, K] base weight; bias: [N] or None. The others as in ``atmm``; N must equal ``offsets[-1]``.
+
+    Raises:
+        ValueError: shapes, strides or dtypes that do not fit.
+    """
+    if weight.shape != (offsets[-1], x.shape[1]):
+        raise ValueError(f"weight must be [{offsets[-1]}, {x.shape[1]}], got {tuple(weight.shape)}")
+    on_kernels = x.device.type != "cpu" or _interpreted()
+    if not on_kernels or not routing.rows:
+        return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
+    y = x.new_empty((routing.rows, offsets[-1]))
+    launch.check(y, x, a, b, routing, offsets)
+    parts = len(offsets) - 1
+    if routing.gates is not None:
+        tile, expand = _tiles("linear", "expand", b, x.shape[1], parts, routing, table)
+        if tile.plan != "library":
+            return launch.dense(y, x, a, b, routing, offsets, tile, expand, weight, bias)
+        return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
+    tile, expand = _tiles("grouped_shrink", "grouped_write", b, x.shape[1], parts, routing, table)
+    launch.grouped(y, x, a, b, routing, offsets, tile, expand, accumulate=False, bias=bias)
+    return y.addmm_(x, weight.T)
+
+
+def _interpreted() -> bool:
+    """Whether Triton interprets kernels (``TRITON_INTERPRET=1``), so that they run on CPU tensors."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

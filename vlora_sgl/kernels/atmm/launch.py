@@ -1,0 +1,183 @@
+"""Launching the kernels: grids, workspaces and the choice of tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from vlora_sgl.kernels.atmm import kernel
+from vlora_sgl.kernels.atmm.routing import Routing
+from vlora_sgl.kernels.tiling import Tile
+
+MAX_PARTS = 4
+_COUNTERS = 1 << 16
+_CHUNK = 8192  # elements of B that one step of an expand holds in registers; more of them spill
+
+
+@lru_cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Arrival counters of a device; zero between launches. Two streams must not share them."""
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+
+
+@lru_cache
+def _has_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _bounds(offsets: Sequence[int]) -> tuple[int, int, int, int]:
+    """The column bounds after 0, padded to MAX_PARTS by repeating the last."""
+    ends = [*offsets[1:], *[offsets[-1]] * (MAX_PARTS + 1 - len(offsets))]
+    return ends[0], ends[1], ends[2], ends[3]
+
+
+def _column_tiles(offsets: Sequence[int], block: int) -> int:
+    return sum(-(-(end - start) // block) for start, end in pairwise(offsets))
+
+
+def rank_pad(rank: int) -> int:
+    """The rank as the kernels tile it: a power of two that ``tl.dot`` takes."""
+    return max(16, triton.next_power_of_2(rank))
+
+
+def _chunk(slots: int, rp: int, block_n: int) -> int:
+    """Columns of h and B, whole slots of them, that one step of an expand multiplies."""
+    return max(rp, min(_CHUNK // block_n, triton.next_power_of_2(slots) * rp))
+
+
+def _run(function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch. The tiling search replaces it where it only compiles."""
+    function[grid](*args, **options)
+
+
+def check(
+    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Routing, offsets: Sequence[int]
+) -> None:
+    """Refuse tensors that do not fit each other.
+
+    Raises:
+        ValueError: says what was expected and what came.
+    """
+    parts, (slots, n, r) = len(offsets) - 1, b.shape
+    if not 1 <= parts <= MAX_PARTS:
+        raise ValueError(f"1 to {MAX_PARTS} stacked projections are supported, got {parts}")
+    if x.shape != (routing.rows, a.shape[2]):
+        raise ValueError(
+            f"x must be [{routing.rows}, {a.shape[2]}] (rows of the routing, K of a), got {tuple(x.shape)}"
+        )
+    if a.shape[:2] != (slots, parts * r) or slots != routing.slots:
+        raise ValueError(f"a must be [{routing.slots}, {parts} * {r}, K], got {tuple(a.shape)}, b {tuple(b.shape)}")
+    if offsets[0] != 0 or offsets[-1] != n or list(offsets) != sorted(offsets):
+        raise ValueError(f"offsets must rise from 0 to {n}, got {tuple(offsets)}")
+    if y.shape[0] != routing.rows or y.shape[1] < n:
+        raise ValueError(f"y must be [{routing.rows}, >= {n}], got {tuple(y.shape)}")
+    for name, tensor in (("y", y), ("x", x), ("a", a), ("b", b)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous along its last dimension, got strides {tensor.stride()}")
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}")
+
+
+def dense(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    routing: Routing,
+    offsets: Sequence[int],
+    tile: Tile,
+    expand: Tile,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The dense kernels: with ``weight``, ``y = x W^T + bias + LoRA`` by ``tile.plan``; without, ``y += LoRA``."""
+    assert routing.gates is not None and routing.active is not None
+    (slots, _, r), parts, k = b.shape, len(offsets) - 1, x.shape[1]
+    rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
+    m, pdl = routing.rows, _has_pdl(x.device)
+    block_m = max(tile.block_m, triton.next_power_of_2(max(m, 16)))
+    h_tiles = -(-parts * rp // tile.block_n)
+    gemm_tiles = 0 if weight is None else _column_tiles(offsets, tile.block_n)
+    tiles = slots * h_tiles + gemm_tiles
+    h = torch.empty((m, slots * parts * rp), dtype=x.dtype, device=x.device)
+    partials = h
+    if tile.split_k > 1:
+        partials = torch.empty(tiles * tile.split_k * block_m * tile.block_n, dtype=torch.float32, device=x.device)
+    fuse = weight is not None and tile.plan == "fused"
+    _run(
+        kernel.dense_kernel, (tiles * tile.split_k,),
+        x, x if weight is None else weight, x if bias is None else bias, y, a, b, h,
+        routing.gates, routing.active, routing.ranks, partials, _counters(x.device),
+        m, x.stride(0), y.stride(0), 0 if weight is None else weight.stride(0), a.stride(0), b.stride(0), b.stride(1),
+        K=k, O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, SLOTS=slots, GEMM_TILES=gemm_tiles,
+        HAS_BIAS=bias is not None, FUSE=fuse, KC=_chunk(slots, rp, tile.block_n), SPLIT=tile.split_k,
+        BM=block_m, BN=tile.block_n, BK=tile.block_k, PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    if fuse:
+        return y
+    _run(
+        kernel.dense_expand_kernel, (_column_tiles(offsets, expand.block_n),),
+        y, b, h, routing.active, routing.ranks, m, y.stride(0), b.stride(0), b.stride(1),
+        O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, SLOTS=slots, KC=_chunk(slots, rp, expand.block_n),
+        BM=block_m, BN=expand.block_n, PDL=pdl,
+        num_warps=expand.warps, num_stages=expand.stages, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return y
+
+
+def grouped(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    routing: Routing,
+    offsets: Sequence[int],
+    shrink: Tile,
+    expand: Tile,
+    *,
+    accumulate: bool = True,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The grouped kernels: ``y += LoRA``, or with ``accumulate=False`` ``y = LoRA (+ bias)`` for every row."""
+    assert routing.tile_rows is not None and routing.tile_slots is not None and routing.n_tiles is not None
+    parts, k, r = len(offsets) - 1, x.shape[1], b.shape[2]
+    rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
+    tiles, block_m = routing.tile_rows.shape
+    pairs, pdl = routing.tile_slots.shape[1], _has_pdl(x.device)
+    h_tiles = -(-parts * rp // shrink.block_n)
+    h = torch.empty((pairs, routing.rows, parts * rp), dtype=x.dtype, device=x.device)
+    partials, split = h, shrink.split_k
+    if tiles * pairs * h_tiles + 2 > _COUNTERS:
+        split = 1  # this many tiles fill the chip without splitting
+    if split > 1:
+        count = tiles * pairs * h_tiles * split * block_m * shrink.block_n
+        partials = torch.empty(count, dtype=torch.float32, device=x.device)
+    extra = {"launch_pdl": True} if pdl else {}
+    _run(
+        kernel.grouped_shrink_kernel, (h_tiles * pairs * split, tiles),
+        x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles, routing.ranks, partials,
+        _counters(x.device), x.stride(0), a.stride(0), h.stride(0),
+        K=k, C=parts, RP=rp, PAIRS=pairs, SPLIT=split, BM=block_m, BN=shrink.block_n, BK=shrink.block_k, PDL=pdl,
+        num_warps=shrink.warps, num_stages=shrink.stages, **extra,
+    )  # fmt: skip
+    _run(
+        kernel.grouped_expand_kernel, (_column_tiles(offsets, expand.block_n), tiles),
+        y, x if bias is None else bias, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles, routing.ranks,
+        y.stride(0), b.stride(0), b.stride(1), h.stride(0),
+        O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, ACCUMULATE=accumulate,
+        HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
+        num_warps=expand.warps, num_stages=expand.stages, **extra,
+    )  # fmt: skip
+    return y
+
+
+def library_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The base linear by the library torch calls."""
+    return F.linear(x, weight, bias)

@@ -1,0 +1,151 @@
+"""What the kernels need to know of a batch: which slots apply to which rows, with what gate.
+
+Built on the host from row groups (rows that apply the same slots), copied to the device in one transfer, and read by
+the kernels only there: a captured CUDA graph sees the next batch by refreshing the same tensors in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+DENSE_MAX_ROWS = 64
+"""Up to here the dense kernels run (see kernel.py); more rows go to the grouped ones."""
+
+Pairs = tuple[tuple[int, float], ...]
+Group = tuple[np.ndarray, Pairs]
+"""Row numbers (int32, 1-D) and the (slot, weight) pairs all of them apply."""
+
+
+@dataclass(slots=True)
+class Routing:
+    """The routing of one batch on its device.
+
+    Attributes:
+        rows: number of rows M of the batch.
+        slots: number of pool slots S.
+        groups: the host's view; the CPU path works from it.
+        ranks: [S] int32, rank of the adapter in each slot, 0 if empty.
+        gates: [M, S] float32, weight x scaling, 0 where a slot does not apply (dense kernels).
+        active: [1 + S] int32, the number of slots in use, then their numbers (dense kernels).
+        tile_rows: [T, BM] int32, the rows of each tile, -1 past its end (grouped kernels).
+        tile_slots: [T, P] int32, the slots of each tile, -1 past its last (grouped kernels).
+        tile_gates: [T, P, BM] float32, weight x scaling per row (grouped kernels).
+        n_tiles: [1] int32, tiles in use; T may be larger in a captured graph (grouped kernels).
+    """
+
+    rows: int
+    slots: int
+    groups: list[Group]
+    ranks: torch.Tensor
+    scalings: Sequence[float] = ()
+    gates: torch.Tensor | None = None
+    active: torch.Tensor | None = None
+    tile_rows: torch.Tensor | None = None
+    tile_slots: torch.Tensor | None = None
+    tile_gates: torch.Tensor | None = None
+    n_tiles: torch.Tensor | None = None
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any row applies any slot."""
+        return any(pairs and len(rows) for rows, pairs in self.groups)
+
+
+def check_groups(groups: Sequence[Group], rows: int, ranks: Sequence[int]) -> None:
+    """Refuse a routing that would read an empty slot or miss a row.
+
+    Raises:
+        ValueError: a slot that is out of range or holds no adapter, or groups that do not cover every row once.
+    """
+    covered = np.zeros(rows, dtype=np.int64)
+    for numbers, pairs in groups:
+        np.add.at(covered, numbers, 1)
+        for slot, _ in pairs:
+            if not 0 <= slot < len(ranks):
+                raise ValueError(f"slot {slot} is out of range, the pool has {len(ranks)}")
+            if ranks[slot] <= 0:
+                raise ValueError(f"slot {slot} is routed to but holds no adapter (rank {ranks[slot]})")
+    if rows and not (covered == 1).all():
+        bad = int(np.flatnonzero(covered != 1)[0])
+        raise ValueError(f"every row belongs to one group; row {bad} of {rows} belongs to {int(covered[bad])}")
+
+
+def dense_tables(groups: Sequence[Group], rows: int, scalings: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """(gates [rows, S] float32, active [1 + S] int32) of these groups. A slot named twice for a row adds up."""
+    gates = np.zeros((rows, len(scalings)), dtype=np.float32)
+    used = set()
+    for numbers, pairs in groups:
+        for slot, weight in pairs:
+            gates[numbers, slot] += weight * scalings[slot]
+            if len(numbers):
+                used.add(slot)
+    active = np.zeros(1 + len(scalings), dtype=np.int32)
+    active[0] = len(used)
+    active[1 : 1 + len(used)] = sorted(used)
+    return gates, active
+
+
+def grouped_tables(
+    groups: Sequence[Group], scalings: Sequence[float], block: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tile_rows [T, block], tile_slots [T, P], tile_gates [T, P, block]): groups cut into tiles."""
+    width = max([1, *(len(pairs) for numbers, pairs in groups if len(numbers))])
+    total = sum(-(-len(numbers) // block) for numbers, _ in groups)
+    tile_rows = np.full((total, block), -1, dtype=np.int32)
+    tile_slots = np.full((total, width), -1, dtype=np.int32)
+    tile_gates = np.zeros((total, width, block), dtype=np.float32)
+    at = 0
+    for numbers, pairs in groups:
+        count = -(-len(numbers) // block)
+        tile_rows[at : at + count].reshape(-1)[: len(numbers)] = numbers
+        for j, (slot, weight) in enumerate(pairs):
+            tile_slots[at : at + count, j] = slot
+            tile_gates[at : at + count, j] = weight * scalings[slot]
+        at += count
+    return tile_rows, tile_slots, tile_gates
+
+
+def make_routing(
+    groups: Sequence[Group],
+    rows: int,
+    ranks: Sequence[int],
+    scalings: Sequence[float],
+    device: torch.device | str,
+    *,
+    block: int = 64,
+    dense: bool | None = None,
+) -> Routing:
+    """Routing of one batch in fresh tensors.
+
+    Args:
+        groups: row numbers and pairs; every row belongs to exactly one group, base-only rows to one without pairs.
+        rows: number of rows M.
+        ranks: rank of the adapter in each slot, 0 if empty.
+        scalings: LoRA scaling of each slot.
+        device: where the tables go.
+        block: rows per tile of the grouped kernels.
+        dense: build the dense tables, or the grouped ones; by default what ``rows`` asks for.
+
+    Raises:
+        ValueError: as ``check_groups``.
+    """
+    check_groups(groups, rows, ranks)
+    device = torch.device(device)
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(array)
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+    routing = Routing(rows, len(ranks), list(groups), put(np.asarray(ranks, dtype=np.int32)), tuple(scalings))
+    if rows <= DENSE_MAX_ROWS if dense is None else dense:
+        gates, active = dense_tables(groups, rows, scalings)
+        routing.gates, routing.active = put(gates), put(active)
+    else:
+        tile_rows, tile_slots, tile_gates = grouped_tables(groups, scalings, block)
+        routing.tile_rows, routing.tile_slots, routing.tile_gates = put(tile_rows), put(tile_slots), put(tile_gates)
+        routing.n_tiles = put(np.asarray([len(tile_rows)], dtype=np.int32))
+    return routing

@@ -1,0 +1,410 @@
+"""Offline search for the tiles of a model on this machine's GPU (V-LoRA, algorithm 2).
+
+    python -m vlora_sgl.kernels.tiling_search --model qwen2.5-vl-7b --ranks 16 64 --budget 600
+
+For every projection of the model, rank and number of rows: take the tiles that are powers of two and fit the chip,
+prune them by a roofline estimate, compile what is left in parallel, check each against float64 (at most four times
+torch's own same-dtype error), time it with a cold L2 cache, and keep the best. Results are saved after every key, so
+that a search that is stopped goes on where it was; ``--budget`` stops it by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from vlora_sgl.kernels import tiling
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm_torch, launch, make_routing
+from vlora_sgl.kernels.tiling import Tile, pack
+
+L2_BYTES = 50 << 20
+MAX_ERROR_RATIO = 4.0
+READ_RATE = 3.0e12  # bytes per second from device memory, and from L2: the roofline of the pruning step
+CACHE_RATE = 5.5e12
+SHARED_BYTES = 227 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One wrapped linear: ``offsets`` bounds its stacked outputs, ``k`` is its input width."""
+
+    name: str
+    offsets: tuple[int, ...]
+    k: int
+
+    @property
+    def n(self) -> int:
+        return self.offsets[-1]
+
+
+def projections(hidden: int, intermediate: int, heads: int, kv_heads: int) -> tuple[Projection, ...]:
+    """The four wrapped linears of a Llama- or Qwen-shaped layer."""
+    head = hidden // heads
+    q, kv = heads * head, kv_heads * head
+    return (
+        Projection("qkv_proj", (0, q, q + kv, q + 2 * kv), hidden),
+        Projection("o_proj", (0, hidden), q),
+        Projection("gate_up_proj", (0, intermediate, 2 * intermediate), hidden),
+        Projection("down_proj", (0, hidden), intermediate),
+    )
+
+
+MODELS = {
+    "qwen2.5-vl-3b": projections(2048, 11008, 16, 2),
+    "qwen2.5-vl-7b": projections(3584, 18944, 28, 4),
+    "llava-1.5-7b": projections(4096, 11008, 32, 32),
+    "llava-1.5-13b": projections(5120, 13824, 40, 40),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One key of the table: an operation on one projection, rank, number of rows and of slots."""
+
+    op: str
+    projection: Projection
+    rank: int
+    rows: int
+    slots: int
+    pairs: int
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> int:
+        parts = len(self.projection.offsets) - 1
+        shape = (self.projection.n, self.projection.k, self.rank, self.rows, self.slots)
+        return pack(self.op, *shape, parts=parts, pairs=self.pairs, dtype=self.dtype)
+
+    @property
+    def label(self) -> str:
+        return f"{self.op} {self.projection.name} r={self.rank} rows={self.rows} slots={self.slots} pairs={self.pairs}"
+
+
+def bytes_and_flops(job: Job) -> tuple[float, float]:
+    """The floor of a job: bytes that must move once (x, y, h, weights in use) and operations."""
+    p, size = job.projection, job.dtype.itemsize
+    low = (len(p.offsets) - 1) * job.rank
+    a, b = job.slots * low * p.k, job.slots * p.n * job.rank
+    x, y, h = job.rows * p.k, job.rows * p.n, job.rows * job.pairs * low
+    elements = {
+        "linear": x + y + a + b + p.n * p.k,
+        "shrink": x + a + h,
+        "expand": h + b + 2 * y,
+        "grouped_shrink": x + a + h,
+        "grouped_expand": h + b + 2 * y,
+        "grouped_write": h + b + y,
+    }[job.op]
+    flops = 2.0 * job.rows * job.pairs * {"s": low * p.k, "e": job.rank * p.n}["s" if "shrink" in job.op else "e"]
+    if job.op == "linear":
+        flops = 2.0 * job.rows * (p.n * p.k + job.pairs * (low * p.k + job.rank * p.n))
+    return float(elements * size), flops
+
+
+def candidates(job: Job) -> list[Tile]:
+    """Tiles that fit the chip, pruned by the roofline estimate to those within half as much again of the best."""
+    block_m = 64 if job.rows > DENSE_MAX_ROWS else max(16, 1 << tiling.bucket(job.rows))
+    if job.op in ("expand", "grouped_expand", "grouped_write"):
+        widths = (16, 32, 64, 128) if job.op == "expand" else (64, 128, 256)
+        tiles = [Tile(block_m, n, 0, 1, warps, 1) for n in widths for warps in (4, 8)]
+        return [t for t in tiles if t.block_n * 32 >= t.warps * 256 or t.warps == 4]
+    grouped = job.op == "grouped_shrink"
+    ranked: list[tuple[float, Tile]] = []
+    plans = ("grid", "fused") if job.op == "linear" else ("",)
+    narrow = min(64, 16 * (len(job.projection.offsets) - 1)) if grouped else 16
+    for n, k, split in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8)):
+        stage = (block_m + n) * k * job.dtype.itemsize
+        # As deep a pipeline as lets two programs share a multiprocessor; else one program alone.
+        stages = min(6, 100 * 1024 // stage + 1)
+        stages = stages if stages >= 3 else min(4, SHARED_BYTES // stage)
+        programs = _programs(job, n) * split
+        if stages < 2 or n < narrow or job.projection.k < 4 * k * split or (split > 1 and programs > 1056):
+            continue
+        cost = _estimate(job, n, split, stages * stage)
+        ranked += [(cost, Tile(block_m, n, k, split, 4 if n <= 64 else 8, stages, plan)) for plan in plans]
+    ranked.sort(key=lambda item: item[0])
+    return [tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0]]
+
+
+def _programs(job: Job, block_n: int) -> int:
+    parts, rp = len(job.projection.offsets) - 1, launch.rank_pad(job.rank)
+    low = math.ceil(parts * rp / block_n)
+    if job.op == "grouped_shrink":
+        return low * job.pairs * math.ceil(job.rows / 64)
+    return low * job.slots + (math.ceil(job.projection.n / block_n) if job.op == "linear" else 0)
+
+
+def _estimate(job: Job, block_n: int, split: int, shared: int) -> float:
+    """Seconds by the roofline: device memory once, x through L2 once per column tile, and half-empty waves."""
+    moved, _ = bytes_and_flops(job)
+    programs = _programs(job, block_n)
+    x = min(job.rows, 64) * job.projection.k * job.dtype.itemsize
+    cached = moved + programs * x
+    resident = 132 * max(1, min(8, SHARED_BYTES // shared))
+    waves = programs * split / resident
+    idle = (
+        1.0
+        if waves >= 4
+        else math.ceil(waves) / waves
+        if waves > 1
+        else min(4.0, max(1.0, 0.8 / (programs * split / 132)))
+    )
+    return max(moved / READ_RATE, cached / CACHE_RATE) * idle + 0.3e-6 * split
+
+
+class Case:
+    """Inputs of a job, in enough copies that none is in the L2 cache when its turn comes."""
+
+    def __init__(self, job: Job, copies: int | None = None) -> None:
+        p, device = job.projection, torch.device("cuda")
+        parts = len(p.offsets) - 1
+        moved, _ = bytes_and_flops(job)
+        self.job, self.copies = job, copies or max(2, min(24, math.ceil(3 * L2_BYTES / moved)))
+        generator = torch.Generator(device).manual_seed(job.key & 0x7FFFFFFF)
+
+        def rand(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=job.dtype)
+
+        self.x = [rand(job.rows, p.k) for _ in range(self.copies)]
+        self.y = [rand(job.rows, p.n) for _ in range(self.copies)]
+        self.a = [rand(job.slots, parts * job.rank, p.k).mul_(p.k**-0.5) for _ in range(self.copies)]
+        self.b = [rand(job.slots, p.n, job.rank).mul_(job.rank**-0.5) for _ in range(self.copies)]
+        self.w = [rand(p.n, p.k).mul_(p.k**-0.5) for _ in range(self.copies)] if job.op == "linear" else []
+        rows = np.arange(job.rows, dtype=np.int32)
+        groups = []
+        for s, own in enumerate(np.array_split(rows, min(job.slots, job.rows))):
+            other = ((s + 1) % job.slots, -0.5)
+            groups.append((own, (((s, 1.0), other) if job.pairs == 2 else ((s, 1.0),))))
+        dense = not job.op.startswith("grouped")
+        ranks, scalings = [job.rank] * job.slots, [0.5] * job.slots
+        self.routing: Routing = make_routing(groups, job.rows, ranks, scalings, device, dense=dense)
+
+    def run(self, tile: Tile, i: int, expand: Tile | None = None) -> torch.Tensor:
+        """One launch of the operation on copy ``i``; the result is in place on y where the operation accumulates."""
+        job, offsets = self.job, self.job.projection.offsets
+        args = (self.y[i], self.x[i], self.a[i], self.b[i], self.routing, offsets)
+        other = expand or tiling.default_tile({"op": tiling.OPS.index("expand"), "rows": tiling.bucket(job.rows)})
+        if job.op == "linear":
+            if tile.plan == "library":
+                y = F.linear(self.x[i], self.w[i])
+                return launch.dense(y, *args[1:], tile, other)
+            return launch.dense(*args, tile, other, weight=self.w[i])
+        if job.op == "shrink":
+            return launch.dense(*args, tile, other)
+        if job.op == "expand":
+            return launch.dense(*args, Tile(tile.block_m, 32, 256, 4, 4, 3), tile)
+        shrink = Tile(64, 64, 64, 1 if job.rows > 4096 else 4, 4, 4)
+        if job.op == "grouped_shrink":
+            return launch.grouped(*args, tile, Tile(64, 128, 0, 1, 4, 1))
+        return launch.grouped(*args, shrink, tile, accumulate=job.op == "grouped_expand")
+
+
+def compile_only(job: Job, tile: Tile) -> bool:
+    """Fill Triton's cache with a job's kernels for a tile; False where it does not fit the chip."""
+
+    def warm(function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        function.warmup(*args, grid=grid, **options)
+
+    launch._run = warm
+    try:
+        case = _WORKER.get(job) or Case(job, copies=1)
+        _WORKER.clear()
+        _WORKER[job] = case
+        case.run(tile, 0)
+    except Exception:  # whatever the compiler refuses is no candidate
+        return False
+    return True
+
+
+_WORKER: dict[Job, Case] = {}
+
+
+def error_ratio(case: Case, run: Callable[[int], torch.Tensor]) -> float:
+    """max |out - float64| over torch's own same-dtype error, on poisoned outputs where the operation writes them."""
+    job, offsets = case.job, case.job.projection.offsets
+    x, a, b = case.x[0], case.a[0], case.b[0]
+    writes = job.op in ("linear", "grouped_write")
+    start = torch.zeros_like(case.y[0]) if writes else case.y[0].clone()
+    if job.op == "linear":
+        exact, own = x.double() @ case.w[0].double().T, F.linear(x, case.w[0])
+    else:
+        exact, own = start.double(), start.clone()
+    wide = Routing(job.rows, job.slots, case.routing.groups, case.routing.ranks, case.routing.scalings)
+    exact = atmm_torch(exact, x.double(), a.double(), b.double(), wide, offsets)
+    own = atmm_torch(own, x, a, b, wide, offsets)
+    saved = case.y[0].clone()
+    if writes:
+        case.y[0].fill_(float("nan"))
+    out = run(0).double()
+    case.y[0].copy_(saved)
+    floor = (own.double() - exact).abs().max().item()
+    worst = (out - exact).abs().max().item()
+    return math.inf if math.isnan(worst) else worst / max(floor, 1e-30)
+
+
+def measure(run: Callable[[int], Any], copies: int, rounds: int = 5) -> tuple[float, float, float]:
+    """(median, p20, p80) microseconds of one call, over replays of a graph of ``copies`` calls on cold inputs."""
+    for i in range(copies):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(copies):
+            run(i)
+    graph.replay()
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / copies)
+    ordered = sorted(times)
+    return statistics.median(ordered), ordered[len(ordered) // 5], ordered[-1 - len(ordered) // 5]
+
+
+def jobs_of(
+    shapes: Sequence[Projection], ranks: Sequence[int], rows: Sequence[int], slots: Sequence[int], dtype: torch.dtype
+) -> Iterator[Job]:
+    """The keys of a model, decode before prefill, each operation's expand before what needs it."""
+    for count, s, rank, p in itertools.product(rows, slots, ranks, shapes):
+        if count <= DENSE_MAX_ROWS:
+            for op in ("expand", "linear", "shrink"):
+                yield Job(op, p, rank, count, s, 1, dtype)
+        else:
+            for op in ("grouped_shrink", "grouped_write", "grouped_expand"):
+                yield Job(op, p, rank, count, s, 1, dtype)
+
+
+def search(
+    jobs: Sequence[Job], path: Path, budget: float, workers: int, limit: int, say: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
+    """Fill the table at ``path`` with the best tile of each job; jobs whose key it has are skipped.
+
+    Returns:
+        One row per job done in this call: label, tile, time, floor, number of candidates.
+    """
+    began = time.monotonic()
+    done: dict[int, tuple[Tile, dict[str, Any]]] = {}
+    if path.exists():
+        for row in json.loads(path.read_text())["entries"]:
+            done[int(row["key"], 16)] = (
+                Tile(**row["tile"]),
+                {k: v for k, v in row.items() if k not in ("key", "tile")},
+            )
+    todo = [job for job in jobs if job.key not in done]
+    results = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        compiled: list[tuple[Job, list[Tile], list[Future[bool]]]] = []
+        for job in todo:
+            tiles = candidates(job)[:limit]
+            compiled.append((job, tiles, [pool.submit(compile_only, job, tile) for tile in tiles]))
+        for job, tiles, futures in tqdm(compiled, desc="tiling search", unit="key"):
+            if time.monotonic() - began > budget:
+                say(f"budget of {budget:.0f} s is spent; run again to go on")
+                for _, _, rest in compiled:
+                    for future in rest:
+                        future.cancel()
+                break
+            fits = [tile for tile, future in zip(tiles, futures, strict=True) if future.result()]
+            row = _best(job, fits, done)
+            if row is None:
+                say(f"no tile passed: {job.label}")
+                continue
+            tile = row.pop("tile")
+            done[job.key] = (tile, row)
+            results.append({**row, "tile": tile})
+            say(f"{job.label}: {row['us']:.1f} us, floor {row['floor_us']:.1f} us, {tile}")
+            rows = [(key, t, about) for key, (t, about) in done.items()]
+            tiling.TilingTable.save(path, rows, device=torch.cuda.get_device_name(0), torch=torch.__version__)
+    return results
+
+
+def _best(job: Job, tiles: Sequence[Tile], done: dict[int, tuple[Tile, dict[str, Any]]]) -> dict[str, Any] | None:
+    case = Case(job)
+    expand = done.get(Job("expand", job.projection, job.rank, job.rows, job.slots, 1, job.dtype).key)
+    other = expand[0] if expand else None
+    timed = []
+    if job.op == "linear":
+        tiles = [*tiles, *(Tile(max(16, 1 << tiling.bucket(job.rows)), 32, 256, s, 4, 3, "library") for s in (4, 7))]
+    for tile in tiles:
+        run = partial(case.run, tile, expand=other)
+        try:
+            if error_ratio(case, run) <= MAX_ERROR_RATIO:
+                timed.append((measure(run, case.copies), tile))
+        except (RuntimeError, ValueError) as error:
+            if "out of resource" not in str(error):
+                raise
+    if not timed:
+        return None
+    (median, p20, p80), tile = min(timed, key=lambda item: item[0][0])
+    moved, flops = bytes_and_flops(job)
+    row: dict[str, Any] = {"label": job.label, "tile": tile, "us": round(median, 2), "p20": round(p20, 2)}
+    row |= {
+        "p80": round(p80, 2),
+        "floor_us": round(max(moved / READ_RATE, flops / 8e14) * 1e6, 2),
+        "tried": len(timed),
+    }
+    if job.op == "linear":
+        base = measure(lambda i: F.linear(case.x[i], case.w[i]), case.copies)[0]
+        best = {p: min((t[0] for t, c in timed if c.plan == p), default=None) for p in ("grid", "fused", "library")}
+        row |= {"base_us": round(base, 2), "by_plan": best}
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), action="append", help="may be given more than once")
+    parser.add_argument("--config", type=Path, help="a Hugging Face config.json instead of a known model")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 256, 1024, 8192])
+    parser.add_argument("--slots", type=int, nargs="+", default=[8])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--budget", type=float, default=1800.0, help="seconds after which the search stops")
+    parser.add_argument("--limit", type=int, default=24, help="candidates per key that survive the pruning")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="compiling processes")
+    parser.add_argument("--output", type=Path, help="the table to write, by default the shipped one of this device")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("the search times kernels: it needs a CUDA device")
+    import triton
+
+    shapes: list[Projection] = []
+    for model in args.model or ():
+        shapes += [p for p in MODELS[model] if p not in shapes]
+    if args.config:
+        config = json.loads(args.config.read_text())
+        config = config.get("text_config", config)
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        shapes += projections(*(config[name] for name in names))
+    if not shapes:
+        parser.error("give --model or --config")
+    path = (
+        args.output or tiling.TABLES / f"{tiling.table_name(torch.cuda.get_device_name(0), triton.__version__)}.json"
+    )
+    jobs = list(jobs_of(shapes, args.ranks, args.rows, args.slots, getattr(torch, args.dtype)))
+    began = time.monotonic()
+    results = search(jobs, path, args.budget, args.workers, args.limit, tqdm.write)
+    print(f"{len(results)} of {len(jobs)} keys in {(time.monotonic() - began) / 60:.1f} minutes -> {path}")
+
+
+if __name__ == "__main__":
+    main()
