@@ -10,6 +10,7 @@ from vlora_sgl.platforms.cpu import is_plain_cpu
 # Everywhere: models that see are what this package is for; a start prints what a user needs.
 COMMON_DEFAULTS: dict[str, Any] = {
     "enable_multimodal": True,
+    "radix_cache_backend": "vlora",
     "log_level": "warning",
 }
 # On a plain CPU SGLang's own defaults ask for kernels that are not there, or for CUDA.

@@ -15,12 +15,13 @@ if not has_accelerator():
 
 from vlora_sgl import _sgl, imports, plugin
 from vlora_sgl.defaults import engine_defaults
+from vlora_sgl.heads.asking import AsksHeads
 from vlora_sgl.server_args import VLoraArgs, refuse_unsupported
 
 plugin.install()
 
 
-class Engine(_sgl.Engine):
+class Engine(AsksHeads, _sgl.Engine):
     """SGLang's ``Engine`` with our scheduler, LoRA manager and defaults.
 
     A program that builds one must guard its main module with ``if __name__ == "__main__":``, because the engine's

@@ -19,6 +19,8 @@ from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
 # SGLang's class -> the subclass of ours that takes its place.
 REPLACEMENTS: dict[str, str] = {
     "Scheduler": "vlora_sgl.managers.scheduler:VLoraScheduler",
+    "TpModelWorker": "vlora_sgl.heads.worker:HeadWorker",
+    "LoRAManager": "vlora_sgl.lora.described:DescribedLoRAManager",
     "TokenizerManager": "vlora_sgl.managers.tokenizer_manager:VLoraTokenizerManager",
     "LoRAManager": "vlora_sgl.lora.manager:VLoraManager",
     "ModelRunner": "vlora_sgl.model_executor.model_runner:VLoraModelRunner",
@@ -32,6 +34,11 @@ WRAPPED: dict[str, str] = {
     "OpenAIServingBase._resolve_lora_path": "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
     "import_processors": "vlora_sgl.imports:import_needed_processors",
     "set_envs_and_config": "vlora_sgl.processes:use_start_method",
+}
+
+# Name of a prefix cache, for --radix-cache-backend -> its factory.
+RADIX_CACHES: dict[str, str] = {
+    "vlora": "vlora_sgl.managers.radix_cache:create_radix_cache",
 }
 
 CPU_PLATFORM = "TorchCpuPlatform"
@@ -68,6 +75,8 @@ def install() -> None:
     for name, ours in WRAPPED.items():
         registry.register(_dotted(name), pkgutil.resolve_name(ours), kinds.AROUND)
     registry.apply_hooks()
+    for name, factory in RADIX_CACHES.items():
+        _sgl.register_radix_cache_backend(name, pkgutil.resolve_name(factory))
 
 
 def verify() -> None:

@@ -55,8 +55,17 @@ class VLoraArgs:
         flag="--adapter-root",
     )
 
+    image_host: tuple[str, ...] = _flag(
+        (),
+        "host that the vision routes may fetch images from; give it several times for several; "
+        "without it they take data: URLs only",
+        action="append",
+        metavar="HOST",
+    )
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "adapter_root", tuple(self.adapter_root))
+        object.__setattr__(self, "image_host", tuple(self.image_host))
         for item in dataclasses.fields(self):
             choices = item.metadata.get("choices")
             if choices and getattr(self, item.name) not in choices:

@@ -45,8 +45,8 @@ def test_classify_learns_and_answers() -> None:
     assert head.metric(answers, target.tolist()) == 1.0 > head.metric(untrained, target.tolist())
     assert head.metric(answers, [head.labels[t] for t in target]) == 1.0
     answer = answers[1]
-    assert answer["label"] == "dog" and answer["probability"] == answer["probabilities"]["dog"] > 0.5
-    assert math.isclose(sum(answer["probabilities"].values()), 1.0, rel_tol=1e-5)
+    assert answer["label"] == "dog" and answer["probability"] == answer["probabilities"][1] > 0.5
+    assert math.isclose(sum(answer["probabilities"]), 1.0, rel_tol=1e-5)
 
 
 def test_count_answers_mode_and_expectation() -> None:
@@ -73,22 +73,20 @@ def test_detect_learns_boxes_and_suppresses_duplicates() -> None:
     fit(head, x, (objects, GRID), steps=400)
     answer = head.postprocess(head(x), GRID)
     assert head.metric([answer], [objects]) == 1.0 > before
-    assert answer["image_size"] == [168, 112] and {o["label"] for o in answer["objects"]} == {"cat", "dog"}
-    assert answer["objects"] == sorted(answer["objects"], key=lambda o: -o["score"])
+    assert answer["image_size"] == [168, 112] and {o["label"] for o in answer["boxes"]} == {"cat", "dog"}
+    assert answer["boxes"] == sorted(answer["boxes"], key=lambda o: -o["score"])
 
 
 def test_detect_decodes_what_the_formula_says() -> None:
     head = DetectHead("find", HIDDEN, ["cat"])
     raw = torch.full((GRID.cells, head.outputs), -9.0)
     raw[7] = torch.tensor([9.0, 0.0, 0.0, 0.0, math.log(2), 0.0])  # row 1, column 1: 2 cells wide, 1 high
-    raw[8] = torch.tensor(
-        [8.0, 0.0, math.atanh(-1 / 1.5), 0.0, math.log(2), 0.0]
-    )  # the same box, seen from its neighbour
-    (found,) = head.postprocess(raw, GRID)["objects"]
-    assert found["box"] == pytest.approx([14.0, 28.0, 70.0, 56.0], abs=1e-3)
-    assert (
-        DetectHead("f", HIDDEN, ["cat"]).metric([{"objects": []}], [Boxes(torch.zeros(0, 4), torch.zeros(0))]) == 1.0
-    )
+    # The same box, seen from its neighbour.
+    raw[8] = torch.tensor([8.0, 0.0, -1.0, 0.0, math.log(2), 0.0])
+    (found,) = head.postprocess(raw, GRID)["boxes"]
+    assert found["pixels"] == pytest.approx([14.0, 28.0, 70.0, 56.0], abs=1e-3)
+    assert found["box"] == pytest.approx([14 / 168, 0.25, 70 / 168, 0.5], abs=1e-4)
+    assert DetectHead("f", HIDDEN, ["cat"]).metric([{"boxes": []}], [Boxes(torch.zeros(0, 4), torch.zeros(0))]) == 1.0
 
 
 def test_detect_without_objects_only_learns_emptiness() -> None:

@@ -321,11 +321,22 @@ def test_activation_sequence_is_its_last_occurrence() -> None:
     assert AdapterContent("c", "after_image").fork(ids(1, 2), ()) == 0
 
 
+def test_a_retracted_request_may_generate_other_tokens() -> None:
+    cache = make_cache(Pool())
+    tokens, image = ids(1, *[PAD] * 4, 3), (ImageSpan(1, 5, "cat"),)
+    identity = cache.identify(tokens, None, AdapterContent("c", "after_image"), image)
+    insert(cache, tokens + ids(8, 8), identity)
+    again = identity.renewed()
+    assert len(match(cache, tokens + ids(9, 9), again).device_indices) == 6
+    assert again == identity and again.images_key(tokens) == identity.images_key(tokens)
+
+
 def test_reuse_stops_before_the_image_when_its_states_are_wanted() -> None:
     cache = make_cache(Pool())
     tokens, image = ids(1, 2, *[PAD] * 4, 3), (ImageSpan(2, 6, "cat"),)
     insert(cache, tokens, cache.identify(tokens, None, None, image))
-    dense = cache.identify(tokens, None, None, image, recompute_images=True)
+    dense = cache.identify(tokens, None, None, image)
+    dense.reuse_limit = image[0].start
     assert len(match(cache, tokens, dense, req=object()).device_indices) == 2
     assert len(match(cache, tokens, dense).device_indices) == 7  # the cache's own look-up after an insert
 

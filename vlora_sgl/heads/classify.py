@@ -1,4 +1,4 @@
-"""Closed-set questions: one of several labels. Yes/no is two labels; a video's action is a label over several frames."""
+"""Closed-set questions: one of several labels. Yes/no is two labels; a video's action, a label over its frames."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class ClassifyHead(VisionHead):
         return sum(a["label"] == w for a, w in zip(answers, wanted, strict=True)) / len(wanted)
 
     def postprocess(self, raw: Tensor, grid: Grid | None = None) -> dict[str, Any]:
-        """``label``, its ``probability``, and ``probabilities`` of all labels."""
+        """``label``, its ``probability``, and all ``labels`` with their ``probabilities``."""
         probabilities = raw.softmax(-1).tolist()
         best = max(range(len(probabilities)), key=probabilities.__getitem__)
         return {
             "kind": self.kind,
             "label": self.labels[best],
             "probability": probabilities[best],
-            "probabilities": dict(zip(self.labels, probabilities, strict=True)),
+            "labels": list(self.labels),
+            "probabilities": probabilities,
         }

@@ -43,15 +43,17 @@ class CountHead(VisionHead):
         )
 
     def postprocess(self, raw: Tensor, grid: Grid | None = None) -> dict[str, Any]:
-        """``count`` (the mode), ``or_more`` (it is N or more), ``expectation`` (with N for N or more), ``probabilities``."""
+        """``count`` (the mode), its ``probability``, ``or_more`` (it is N), ``expectation`` (N or more taken as N)."""
         probabilities = raw.softmax(-1).tolist()
         mode = max(range(len(probabilities)), key=probabilities.__getitem__)
         return {
             "kind": self.kind,
             "count": mode,
+            "probability": probabilities[mode],
             "or_more": mode == self.maximum,
             "expectation": sum(n * p for n, p in enumerate(probabilities)),
-            "probabilities": dict(zip(self.labels, probabilities, strict=True)),
+            "labels": list(self.labels),
+            "probabilities": probabilities,
         }
 
     def settings(self) -> dict[str, Any]:

@@ -82,8 +82,11 @@ class DetectHead(VisionHead):
             chosen = torch.tensor([cell[i] for i in first], device=raw.device)
             objectness[chosen] = 1.0
             class_loss = torch.nn.functional.cross_entropy(raw[chosen, 1:-4], objects.labels[first])
+            # On the numbers before decoding: a linear head then has a convex problem, and no size can vanish.
+            size = (objects.boxes[:, 2:] - objects.boxes[:, :2]).clamp(min=1) / grid.cell
+            offset = (centre - _centres(grid, raw.device)[cell]) / grid.cell
             box_loss = torch.nn.functional.smooth_l1_loss(
-                self.decode(raw, grid)[chosen] / grid.cell, objects.boxes[first] / grid.cell
+                raw[chosen, -4:], torch.cat([offset, size.log()], dim=-1)[first]
             )
         # Most cells are empty: weight the few that are not so that neither side drowns the other.
         weight = (grid.cells - objectness.sum()).clamp(min=1) / objectness.sum().clamp(min=1)
@@ -93,7 +96,10 @@ class DetectHead(VisionHead):
         return presence + class_loss + box_loss
 
     def postprocess(self, raw: Tensor, grid: Grid | None = None) -> dict[str, Any]:
-        """``objects``, best first: ``label``, ``score`` and ``box`` in pixels of ``image_size`` (width, height).
+        """``boxes``, best first, each with ``label``, ``score``, ``box`` and ``pixels``; and ``image_size``.
+
+        ``pixels`` are x1, y1, x2, y2 in the model's input image, whose width and height are ``image_size``; ``box`` is
+        the same as fractions of it.
 
         Raises:
             HeadError: no grid, or one of another number of cells.
@@ -110,8 +116,13 @@ class DetectHead(VisionHead):
         return {
             "kind": self.kind,
             "image_size": list(size),
-            "objects": [
-                {"label": self.labels[label[i]], "score": score[i].item(), "box": boxes[i].tolist()}
+            "boxes": [
+                {
+                    "label": self.labels[label[i]],
+                    "score": score[i].item(),
+                    "box": (boxes[i] / boxes.new_tensor([*size, *size])).tolist(),
+                    "pixels": boxes[i].tolist(),
+                }
                 for i in kept.tolist()
             ],
         }
@@ -120,10 +131,10 @@ class DetectHead(VisionHead):
         """F1 of objects over all images: found means the same label and an overlap of at least 0.5."""
         found = predicted = wanted = 0
         for answer, target in zip(answers, targets, strict=True):
-            predicted, wanted = predicted + len(answer["objects"]), wanted + len(target.boxes)
+            predicted, wanted = predicted + len(answer["boxes"]), wanted + len(target.boxes)
             free = set(range(len(target.boxes)))
-            for item in answer["objects"]:
-                overlaps = box_iou(torch.tensor([item["box"]]), target.boxes)[0] if len(target.boxes) else []
+            for item in answer["boxes"]:
+                overlaps = box_iou(torch.tensor([item["pixels"]]), target.boxes)[0] if len(target.boxes) else []
                 match = [i for i in free if overlaps[i] >= 0.5 and self.labels[target.labels[i]] == item["label"]]
                 if match:
                     free.discard(max(match, key=lambda i: overlaps[i].item()))

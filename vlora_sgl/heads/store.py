@@ -10,7 +10,7 @@
                {"name": "find", "kind": "detect", "labels": ["cat"], "threshold": 0.5, "overlap": 0.5}],
      "metrics": {...}}
 
-Every key is optional but ``format``. A head's weights are the tensors ``NAME.weight`` [outputs, hidden] and ``NAME.bias``.
+Every key but ``format`` is optional. A head's weights: the tensors ``NAME.weight`` [outputs, hidden], ``NAME.bias``.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ handed out in sequence and never twice, so forgetting one can only lose a hit, n
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
@@ -28,7 +29,8 @@ import numpy as np
 from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
 
-BACKEND_NAME = "vlora"
+logger = logging.getLogger(__name__)
+
 _IMAGE_BIT = 1 << 35
 _ADAPTER_SHIFT = 36
 _ADAPTERS = 1 << 27
@@ -130,19 +132,26 @@ class CacheIdentity(str):
 
     __slots__ = ("_elements", "adapter", "fork", "images", "reuse", "reuse_limit", "salt")
 
+    salt: str | None
+    adapter: int
+    fork: int
+    images: tuple[tuple[int, int, int], ...]
+    reuse_limit: int | None
+    reuse: Reuse | None
+    _elements: array
+
     def __new__(
         cls,
         salt: str | None,
         adapter: int,
         fork: int,
         images: tuple[tuple[int, int, int], ...],
-        reuse_limit: int | None = None,
     ) -> CacheIdentity:
         numbers = ",".join(f"{start}-{end}:{number}" for start, end, number in images)
         self = super().__new__(cls, f"{adapter}@{fork}|{numbers}|{'-' if salt is None else '+' + salt}")
         self.salt, self.adapter, self.fork, self.images = salt, adapter, fork, images
-        self.reuse_limit = reuse_limit
-        self.reuse: Reuse | None = None
+        self.reuse_limit = None
+        self.reuse = None
         self._elements = array("q")
         return self
 
@@ -152,8 +161,20 @@ class CacheIdentity(str):
             return (self.salt, self.adapter)
         return self.salt
 
+    def renewed(self) -> CacheIdentity:
+        """The same identity with no elements kept: a retracted request comes back with other output tokens."""
+        fresh = CacheIdentity(self.salt, self.adapter, self.fork, self.images)
+        fresh.reuse_limit, fresh.reuse = self.reuse_limit, self.reuse
+        return fresh
+
+    def images_key(self, token_ids: array) -> Hashable | None:
+        """Equal for requests whose KV is the same up to the end of their last image; ``None`` without images."""
+        if not self.images:
+            return None
+        return self.root(), self.elements(token_ids)[: self.images[-1][1]].tobytes()
+
     def elements(self, token_ids: array) -> array:
-        """Key elements of the request's tokens (int64). Kept, because a request's tokens only ever grow.
+        """Key elements of the request's tokens (int64). Kept, because a queued request's tokens only ever grow.
 
         A request of one adapter from its first token on, or of the base model, without images, needs no rewriting:
         the root keeps it apart, at no cost per token.
@@ -163,7 +184,6 @@ class CacheIdentity(str):
             return token_ids
         done = len(self._elements)
         if done > len(token_ids):
-            # A copy of the request that starts over (a retracted one, say): its tokens are this key's first ones.
             return self._elements[: len(token_ids)]
         if done < len(token_ids):
             new = np.frombuffer(token_ids, dtype=np.int64)[done:].copy()
@@ -195,6 +215,7 @@ class AdapterContent:
             return 0
         if self.activation == "after_image":
             return max((image.end for image in images), default=0)
+        assert isinstance(self.activation, tuple)
         position = _last_occurrence(token_ids, self.activation)
         return NEVER if position is None else position
 
@@ -269,7 +290,6 @@ class VLoraRadixCache(_sgl.RadixCache):
         adapter: AdapterContent | None,
         images: tuple[ImageSpan, ...] = (),
         placeless: tuple[Hashable, ...] = (),
-        recompute_images: bool = False,
     ) -> CacheIdentity:
         """The identity of a request, to be kept for its life.
 
@@ -278,7 +298,6 @@ class VLoraRadixCache(_sgl.RadixCache):
             salt: the caller's own namespace.
             adapter: its adapter, ``None`` for the base model.
             images, placeless: from ``image_spans``.
-            recompute_images: stop reuse before the first image, for an answer that reads the image tokens' states.
         """
         if placeless:
             salt = f"{salt or ''}|{self._image_numbers(placeless)}"
@@ -291,7 +310,6 @@ class VLoraRadixCache(_sgl.RadixCache):
             number,
             fork,
             tuple((image.start, image.end, self._image_numbers(image.content)) for image in images),
-            images[0].start if recompute_images and images else None,
         )
 
     def match_prefix(self, params: Any) -> Any:
@@ -322,6 +340,11 @@ class VLoraRadixCache(_sgl.RadixCache):
         upper.creator = getattr(child, "creator", 0)
         return upper
 
+    def matched_length(self, token_ids: array, identity: CacheIdentity) -> int:
+        """How many of a request's tokens are in the cache."""
+        key = _sgl.RadixKey(token_ids, identity)
+        return len(self.match_prefix(_sgl.MatchPrefixParams(key=key)).device_indices)
+
     def measure(self, identity: CacheIdentity, node: Any, length: int, prompt_tokens: int) -> Reuse:
         """What a request reuses, counted once per request, when it is first scheduled.
 
@@ -348,16 +371,16 @@ class VLoraRadixCache(_sgl.RadixCache):
 def create_radix_cache(context: Any) -> Any:
     """Factory of the backend ``vlora``, for SGLang's registry of radix caches.
 
-    Raises:
-        ConfigError: a model or cache that needs a tree of another kind.
+    Where the model or a flag needs a tree of another kind, SGLang's own is built and a warning says so.
     """
-    if context.disable_radix_cache:
-        return _sgl.default_radix_cache_factory(context)
     for wanted, what in (
         (context.is_hybrid_swa, "sliding-window layers"),
         (context.is_hybrid_ssm, "state-space layers"),
         (context.enable_hierarchical_cache, "--enable-hierarchical-cache"),
     ):
         if wanted:
-            raise ConfigError(f"the vlora prefix cache does not serve {what}; start with --disable-radix-cache")
+            logger.warning("%s: SGLang's own prefix cache serves them, without sharing across adapters", what)
+            return _sgl.default_radix_cache_factory(context)
+    if context.disable_radix_cache:
+        return _sgl.default_radix_cache_factory(context)
     return VLoraRadixCache(context.params)

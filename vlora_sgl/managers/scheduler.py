@@ -6,11 +6,13 @@ from typing import Any
 
 from vlora_sgl import _sgl
 from vlora_sgl.core import BatchPlan, InferenceMode
+from vlora_sgl.managers.head_requests import HeadRequests
 from vlora_sgl.managers.mode_choice import choose_mode
+from vlora_sgl.managers.reuse import PrefixReuse
 from vlora_sgl.server_args import VLoraArgs
 
 
-class VLoraScheduler(_sgl.Scheduler):
+class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
     """One per rank, in the scheduler process.
 
     SGLang forms the batch; ``run_batch`` decides its plan on the final batch (vetoes, chunking and retraction are
@@ -64,6 +66,8 @@ class VLoraScheduler(_sgl.Scheduler):
             "policy": self.vlora_args.policy,
             "batches_by_mode": {str(mode): count for mode, count in self.batches_by_mode.items()},
             **(self.lora_manager.mode_state() if self.lora_manager is not None else {}),
+            "reuse": self.reuse_state(),
+            "heads": self.head_totals,
         }
 
 

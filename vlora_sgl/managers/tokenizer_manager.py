@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import HTTPException
 
 from vlora_sgl import _sgl
 from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests
 from vlora_sgl.managers.planner import latency_constraint
+
+OUR_META_INFO = frozenset({"vlora", HEAD_KEY})
+"""Keys of ``meta_info`` that the scheduler fills: how a request was served, and what its head said."""
 
 
 class UnknownAdapterResponse(UnknownAdapterError, HTTPException, ValueError):
@@ -33,6 +38,31 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         if isinstance(obj.sampling_params, dict):
             latency_constraint(obj.sampling_params.get("custom_params"))
         return await super()._tokenize_one_request(obj)
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """SGLang's answers. What we say of a request travels as its first token's info; show it as one value."""
+        async for out in super().generate_request(obj, request):
+            for one in out if isinstance(out, list) else (out,):
+                meta_info = one.get("meta_info", {})
+                for key in OUR_META_INFO & meta_info.keys():
+                    value = next(iter(meta_info.pop(key)), None)
+                    if value is not None:
+                        meta_info[key] = value
+                if HEAD_KEY in meta_info:
+                    one["text"] = answer_text(meta_info[HEAD_KEY])  # the sampled token means nothing
+            yield out
+
+    async def _validate_and_resolve_lora(self, obj: Any) -> None:
+        """Check what a request says of heads and images, then SGLang's resolution.
+
+        Raises:
+            HeadError: a head that its adapter does not have, or that lacks its image.
+        """
+        check_head_requests(obj, self.lora_ref_cache)
+        # SGLang would take a caller's word for the content of an image, and so serve one image's KV for another.
+        if getattr(obj, "mm_hashes", None):
+            obj.mm_hashes = None
+        await super()._validate_and_resolve_lora(obj)
 
     async def _resolve_lora_path(self, obj: Any) -> None:
         """Resolve names to ids.

@@ -1,0 +1,99 @@
+"""What transformers + PEFT + a head say, for the end-to-end tests."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vlora_sgl.heads import Grid, load_heads
+from vlora_sgl.heads.worker import merge_images
+
+IMAGE_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def make_image(seed: int, size: tuple[int, int] = (112, 84)) -> Image.Image:
+    """A noisy image of ``size`` (width, height), repeatable."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def data_url(image: Image.Image) -> str:
+    """The image as a PNG data URL."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def question(text: str, images: int = 1) -> str:
+    """A user's turn with images, in the tiny model's template."""
+    return f"<|im_start|>user\n{IMAGE_MARK * images}{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float = 2e-3) -> None:
+    """Equal but for rounding of the numbers inside."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert_close(found[key], value, tolerance)
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other, tolerance)
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, rel=tolerance, abs=tolerance)
+    else:
+        assert found == wanted
+
+
+class Reference:
+    """transformers + PEFT on the CPU, float32."""
+
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+        self.processor = AutoProcessor.from_pretrained(model, use_fast=False)
+        self.model_path = model
+        self.build = lambda: Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
+
+    def answer(self, adapter: Path, head: str, prompt: str, image: Image.Image) -> Any:
+        """The head's answer."""
+        from peft import PeftModel
+
+        peft = PeftModel.from_pretrained(self.build(), adapter).eval()
+        inputs = self.processor(text=[prompt], images=[image], return_tensors="pt")
+        with torch.no_grad():
+            states = peft(**inputs, output_hidden_states=True).hidden_states[-1][0]  # post-norm, [tokens, hidden]
+        module = load_heads(adapter, states.shape[-1])[head]
+        if module.features == "last_token":
+            return module.postprocess(module(states[-1:])[0])
+        _, height, width = inputs["image_grid_thw"][0].tolist()
+        shown = inputs["input_ids"][0] == peft.config.image_token_id
+        return merge_images([module.postprocess(module(states[shown]), Grid(height // 2, width // 2, 28))])
+
+    def generate_activated(self, adapter: Path, prompt: str, image: Image.Image, tokens: int) -> list[int]:
+        """Greedy tokens of an adapter that activates after the image: the prefix on the base, the rest with it."""
+        from peft import PeftModel
+
+        peft = PeftModel.from_pretrained(self.build(), adapter).eval()
+        inputs = self.processor(text=[prompt], images=[image], return_tensors="pt")
+        ids = inputs["input_ids"]
+        fork = int((ids[0] == peft.config.image_token_id).nonzero().max()) + 1
+        positions, _ = peft.base_model.model.model.get_rope_index(ids, image_grid_thw=inputs["image_grid_thw"])
+        with torch.no_grad():
+            with peft.disable_adapter():
+                first = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+                state = peft(input_ids=ids[:, :fork], position_ids=positions[..., :fork], use_cache=True, **first)
+            out: list[int] = []
+            step, where = ids[:, fork:], positions[..., fork:]
+            while len(out) < tokens:
+                state = peft(input_ids=step, position_ids=where, past_key_values=state.past_key_values, use_cache=True)
+                out.append(int(state.logits[0, -1].argmax()))
+                step, where = torch.tensor([[out[-1]]]), where[..., -1:] + 1
+        return out

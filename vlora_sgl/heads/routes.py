@@ -1,0 +1,197 @@
+"""HTTP for vision heads: ``/v1/vision/{classify,count,detect}``, and ``"head"`` in the bodies of SGLang's own routes.
+
+The vision routes take OpenAI's content parts and answer with the head's value. Images are ``data:`` URLs, or URLs of
+hosts that ``--vlora-image-host`` allows: a server that fetches any URL a client names is a way into its network.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, HTTPException, Request
+from PIL import Image
+from pydantic import BaseModel, Field
+
+from vlora_sgl import _sgl
+from vlora_sgl.errors import HeadError, RequestError, VLoraError
+from vlora_sgl.heads.requests import HEAD_KEY, describe
+from vlora_sgl.server_args import VLoraArgs
+
+router = APIRouter(prefix="/v1/vision", tags=["vision"])
+
+Task = Literal["classify", "count", "detect"]
+
+
+class ImageUrl(BaseModel):
+    """Where an image is."""
+
+    url: str = Field(description="data:image/...;base64,... or an http(s) URL of an allowed host")
+
+
+class Part(BaseModel):
+    """One of OpenAI's content parts."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+
+class VisionRequest(BaseModel):
+    """One question about one or several images (the frames of a clip, say)."""
+
+    model: str = Field(description="adapter, or base:adapter")
+    head: str | None = Field(None, description="left out: the adapter's only head for this task")
+    input: list[Part] = Field(description="images, and the question unless the adapter comes with one")
+
+
+@router.post("/classify")
+async def classify(body: VisionRequest, request: Request) -> dict[str, Any]:
+    """One of the head's labels, with the probabilities of all."""
+    return await _answer("classify", body, request)
+
+
+@router.post("/count")
+async def count(body: VisionRequest, request: Request) -> dict[str, Any]:
+    """How many: the likeliest count and the expectation."""
+    return await _answer("count", body, request)
+
+
+@router.post("/detect")
+async def detect(body: VisionRequest, request: Request) -> dict[str, Any]:
+    """Labelled boxes, as fractions of the image and in its pixels as they were sent."""
+    return await _answer("detect", body, request)
+
+
+async def _answer(task: Task, body: VisionRequest, request: Request) -> dict[str, Any]:
+    serving = request.app.state.openai_serving_chat
+    manager = serving.tokenizer_manager
+    try:
+        adapter = serving._resolve_lora_path(body.model, None)
+        if adapter is None:
+            raise HeadError(f"{body.model!r} is the base model, which has no heads; name an adapter that has")
+        description = describe(manager.lora_ref_cache[adapter].lora_path)
+        head = description.head_named(body.head, task, adapter)
+        parts = [part.model_dump(exclude_none=True) for part in body.input]
+        urls = [part.image_url.url for part in body.input if part.type == "image_url" and part.image_url]
+        check_image_urls(urls, VLoraArgs.from_environment().image_host)
+        if not urls:
+            raise RequestError(f"{task} needs an image part")
+        if description.prompt is not None and not any(part.type == "text" for part in body.input):
+            parts.append({"type": "text", "text": description.prompt})
+        chat = _sgl.ChatCompletionRequest(
+            model=body.model, messages=[{"role": "user", "content": parts}], max_tokens=1, temperature=0
+        )
+        generate, _ = serving._convert_to_internal_request(chat, request)
+        generate.sampling_params["custom_params"] = {HEAD_KEY: head}
+        async for out in manager.generate_request(generate, request):
+            meta_info = out["meta_info"]
+        if HEAD_KEY not in meta_info:
+            raise RequestError(f"the engine did not answer: {meta_info.get('finish_reason')}")
+    except HTTPException:
+        raise
+    except VLoraError as error:
+        raise HTTPException(error.http_status, str(error)) from error
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+    answer = dict(meta_info[HEAD_KEY])
+    if task == "detect":
+        answer = in_pixels_sent(answer, urls)
+    usage = {"prompt_tokens": meta_info["prompt_tokens"], "cached_tokens": meta_info["cached_tokens"]}
+    return {"object": f"vision.{task}", "model": adapter, "head": head, "usage": usage, **answer}
+
+
+def check_image_urls(urls: Iterable[str], hosts: Iterable[str]) -> None:
+    """Allow data URLs, and http(s) URLs of these hosts.
+
+    Raises:
+        RequestError: another URL; names the allowed hosts.
+    """
+    allowed = tuple(hosts)
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme == "data" or (parts.scheme in ("http", "https") and parts.hostname in allowed):
+            continue
+        shown = url if len(url) < 80 else url[:77] + "..."
+        known = ", ".join(allowed) or "none is allowed"
+        raise RequestError(f"image {shown!r} is neither a data: URL nor on an allowed host ({known})")
+
+
+def in_pixels_sent(answer: dict[str, Any], urls: list[str]) -> dict[str, Any]:
+    """The answer with ``pixels`` in the images as they were sent, where those came with the request."""
+    sizes = list(answer["image_sizes"])
+    for index, url in enumerate(urls[: len(sizes)]):
+        if url.startswith("data:"):
+            with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image:
+                sizes[index] = list(image.size)
+    boxes = [
+        {**box, "pixels": [edge * side for edge, side in zip(box["box"], sizes[box["image"]] * 2, strict=True)]}
+        for box in answer["boxes"]
+    ]
+    return {**answer, "image_sizes": sizes, "boxes": boxes}
+
+
+Send = Callable[[Any], Awaitable[None]]
+
+
+class HeadParameter:
+    """ASGI middleware: ``"head": name`` in the body of ``/generate`` and ``/v1/chat/completions`` names a head.
+
+    SGLang's request types drop or refuse a field they do not know, so it moves to ``custom_params`` first.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Send) -> None:
+        """Pass everything on; rewrite the body where it names a head."""
+        if scope["type"] != "http" or scope["path"] not in ("/generate", "/v1/chat/completions"):
+            await self.app(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                break
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        body = move_head(body, scope["path"])
+        headers = [(key, value) for key, value in scope["headers"] if key != b"content-length"]
+        scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+        given = False
+
+        async def again() -> Any:
+            nonlocal given
+            if given:
+                return await receive()  # the client's hanging up
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, again, send)
+
+
+def move_head(body: bytes, path: str) -> bytes:
+    """The body with ``head`` moved to where SGLang carries it; anything else, and what is not JSON, as it was."""
+    if b'"head"' not in body:
+        return body
+    try:
+        data = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(data, dict) or not isinstance(data.get("head"), str):
+        return body
+    head, holder = data.pop("head"), data
+    if path == "/generate":
+        holder = data.setdefault("sampling_params", {})
+    for one in holder if isinstance(holder, list) else [holder]:
+        one["custom_params"] = {**(one.get("custom_params") or {}), HEAD_KEY: head}
+    return json.dumps(data).encode()
+
+
+def mount(app: Any) -> None:
+    """Add the routes and the parameter to SGLang's application, once, before it starts."""
+    app.include_router(router)
+    app.add_middleware(HeadParameter)

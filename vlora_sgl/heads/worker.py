@@ -1,0 +1,178 @@
+"""Heads in the forward pass: one matrix product on the hidden states that the LM head reads, for all rows that ask.
+
+A head request is a generate request of one token whose ``custom_params`` name a head. Its answer is computed in the
+prefill pass that computes its last token; nothing is decoded for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlora_sgl import _sgl
+from vlora_sgl.heads.base import Grid, VisionHead, grouped_linear
+
+
+@dataclass(eq=False)
+class HeadRequest:
+    """What a request wants from a head, and how far it is.
+
+    Attributes:
+        head: the head.
+        images: for a dense head, ``(start, end, grid)`` of each image in the prompt.
+        raw: for a dense head, raw outputs by prompt position: they may come in chunks. ``None`` until the first.
+        answer: the final answer. A dense head's boxes of several images are in one list, each with its ``image``.
+    """
+
+    head: VisionHead
+    images: tuple[tuple[int, int, Grid], ...] = ()
+    raw: Tensor | None = None
+    answer: Any = None
+
+    @property
+    def dense(self) -> bool:
+        """Whether it reads image tokens."""
+        return self.head.features == "image_tokens"
+
+    @property
+    def pending(self) -> bool:
+        """Whether the forward pass must compute something for it."""
+        return self.answer is None
+
+    def finish(self, raw: Tensor) -> dict[str, Any]:
+        """The answer, from all raw outputs on the CPU: [outputs], or for a dense head [prompt positions, outputs]."""
+        if not self.dense:
+            return self.head.postprocess(raw)
+        first = self.images[0][0]
+        answers = [self.head.postprocess(raw[start - first : end - first], grid) for start, end, grid in self.images]
+        return merge_images(answers)
+
+
+def merge_images(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One answer from a dense head's answers for each image of a request."""
+    boxes = [{"image": image, **box} for image, answer in enumerate(answers) for box in answer["boxes"]]
+    sizes = [answer["image_size"] for answer in answers]
+    return {"kind": answers[0]["kind"], "image_sizes": sizes, "boxes": boxes}
+
+
+@dataclass
+class HeadResults:
+    """Raw outputs of one forward pass on their way to the CPU.
+
+    Attributes:
+        requests: whose prompt this pass completes, with the shape of each one's raw outputs.
+        raw: all of them, flat, on the CPU once ``ready``.
+        ready: recorded behind the copy; ``None`` on a CPU.
+    """
+
+    requests: list[tuple[HeadRequest, torch.Size]] = field(default_factory=list)
+    raw: Tensor | None = None
+    ready: Any = None
+
+    def deliver(self) -> None:
+        """Wait for the copy and set every request's ``answer``."""
+        if self.raw is None:
+            return
+        if self.ready is not None:
+            self.ready.synchronize()
+        parts = self.raw.split([shape.numel() for _, shape in self.requests])
+        for (request, shape), part in zip(self.requests, parts, strict=True):
+            request.answer, request.raw = request.finish(part.reshape(shape)), None
+
+
+class HeadWorker(_sgl.TpModelWorker):
+    """SGLang's worker, which also runs the heads of a prefill batch, on the forward stream, after the model."""
+
+    _captured: Tensor | None = None
+    _capturing = False
+    _hooked = False
+
+    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's result, with ``head_results`` on it when rows of the batch asked for heads."""
+        rows = [
+            (row, request)
+            for row, req in enumerate(batch.reqs if batch is not None and batch.forward_mode.is_extend() else ())
+            if (request := getattr(req, "vlora_head", None)) is not None and request.pending
+        ]
+        if not rows:
+            return super().forward_batch_generation(batch, *args, **kwargs)
+        self._hook()
+        chunk = [(start, length) for start, length in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+        unfinished = batch.chunked_req
+        last = [request for row, request in rows if batch.reqs[row] is not unfinished]
+        self._capturing = True
+        try:
+            result = super().forward_batch_generation(batch, *args, **kwargs)
+        finally:
+            self._capturing, hidden, self._captured = False, self._captured, None
+        assert hidden is not None, "the model ran without its logits processor: heads have nothing to read"
+        with torch.inference_mode():
+            result.head_results = run_heads(hidden, chunk, rows, last)
+        return result
+
+    def _hook(self) -> None:
+        """Keep the hidden states that go into the logits processor, while capturing. Prefill is never replayed."""
+        if self._hooked:
+            return
+        processor = self.model_runner.model.logits_processor
+
+        def capture(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._capturing:
+                self._captured = args[1] if len(args) > 1 else kwargs["hidden_states"]
+
+        processor.register_forward_pre_hook(capture, with_kwargs=True)
+        self._hooked = True
+
+
+def run_heads(
+    hidden: Tensor, chunks: list[tuple[int, int]], rows: list[tuple[int, HeadRequest]], last: list[HeadRequest]
+) -> HeadResults:
+    """Run the heads of one forward pass.
+
+    Args:
+        hidden: [tokens, hidden], all rows of the batch one after the other.
+        chunks: per row of the batch, position of its first token in its prompt, and how many tokens it has.
+        rows: rows that have a head.
+        last: those of them whose prompt ends in this pass.
+    """
+    ends, end = [], 0
+    for _, length in chunks:
+        end += length
+        ends.append(end)
+    closed = [(row, request) for row, request in rows if not request.dense and request in last]
+    outputs: dict[int, Tensor] = {}
+    if closed:
+        states = hidden[torch.tensor([ends[row] - 1 for row, _ in closed], device=hidden.device)]
+        for (_, request), raw in zip(closed, grouped_linear(states, [r.head for _, r in closed]), strict=True):
+            outputs[id(request)] = raw
+    for row, request in rows:
+        if request.dense:
+            start, length = chunks[row]
+            _run_dense(request, hidden[ends[row] - length : ends[row]], start)
+            if request in last and request.raw is not None:
+                outputs[id(request)] = request.raw
+    results = HeadResults([(request, outputs[id(request)].shape) for request in last if id(request) in outputs])
+    if results.requests:
+        flat = torch.cat([outputs[id(request)].reshape(-1) for request, _ in results.requests])
+        if flat.device.type == "cpu":
+            results.raw = flat
+        else:
+            results.raw = torch.empty_like(flat, device="cpu", pin_memory=True)
+            results.raw.copy_(flat, non_blocking=True)
+            results.ready = torch.get_device_module(flat.device).Event()
+            results.ready.record()
+    return results
+
+
+def _run_dense(request: HeadRequest, states: Tensor, start: int) -> None:
+    """Raw outputs of the image tokens in ``states``, the first at ``start`` of the prompt, to ``request.raw``."""
+    first, end = request.images[0][0], request.images[-1][1]
+    begin, stop = max(start, first), min(start + len(states), end)
+    if begin >= stop:
+        return
+    if request.raw is None:
+        request.raw = torch.full((end - first, request.head.outputs), float("nan"), device=states.device)
+    request.raw[begin - first : stop - first] = request.head(states[begin - start : stop - start])

@@ -1,0 +1,86 @@
+"""The scheduler's side of the prefix cache: who a request is, what it found, and who should wait for whom."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from vlora_sgl.managers.radix_cache import AdapterContent, CacheIdentity, VLoraRadixCache, image_spans
+
+# SGLang's scheduler, of which this is one side.
+Base: Any = object
+
+
+class PrefixReuse(Base):
+    """Mixed into the scheduler, before SGLang's class."""
+
+    _computing: set[Any]
+
+    def identify(self, req: Any) -> CacheIdentity | None:
+        """The cache identity of a new request (SGLang's ``Req``), or ``None`` when the prefix cache is off."""
+        if not isinstance(self.tree_cache, VLoraRadixCache):
+            return None
+        salt, adapter = req.extra_key, None
+        if req.lora_id is not None:
+            # SGLang appended the adapter's id, which is new with every load; content takes its place.
+            salt = salt.removesuffix(req.lora_id) or None
+            described = self.lora_manager.described[req.lora_id]
+            adapter = AdapterContent(described.digest, described.description.activation)
+        images, placeless = image_spans(req.multimodal_inputs)
+        return self.tree_cache.identify(req.origin_input_ids, salt, adapter, images, placeless)
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        if isinstance(req.extra_key, CacheIdentity):
+            req.extra_key = req.extra_key.renewed()
+        else:
+            req.extra_key = self.identify(req) or req.extra_key
+        super()._add_request_to_queue(req, is_retracted)
+
+    def get_new_batch_prefill(self, running_batch: Any) -> Any:
+        """SGLang's, after noting which images are being computed, and counting what the new batch reuses."""
+        self._computing = {self._images_key(req) for req in self._in_flight()} - {None}
+        plan = super().get_new_batch_prefill(running_batch)
+        if plan.batch_to_run is not None and isinstance(self.tree_cache, VLoraRadixCache):
+            for req in plan.batch_to_run.reqs:
+                self._measure(req)
+        return plan
+
+    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+        """SGLang's, after telling the LoRA manager where each row's adapter starts."""
+        if self.lora_manager is not None:
+            self.lora_manager.forks = [getattr(req.extra_key, "fork", 0) for req in batch.reqs]
+        return super().run_batch(batch, pp_proxy_tensors)
+
+    def _in_flight(self) -> list[Any]:
+        """Requests whose prefill is under way, so that their KV is not in the tree yet."""
+        last = self.last_batch
+        in_flight = list(last.reqs) if last is not None and last.forward_mode.is_extend() else []
+        return [*in_flight, self.chunked_req] if self.chunked_req is not None else in_flight
+
+    def _images_key(self, req: Any) -> Any:
+        identity = req.extra_key
+        return identity.images_key(req.origin_input_ids) if isinstance(identity, CacheIdentity) else None
+
+    def _can_schedule_lora_req(self, req: Any, running_loras: Any) -> bool:
+        """SGLang's verdict, but of requests that need the same image one computes it and the others wait for it."""
+        key = self._images_key(req)
+        waits = key is not None and key in self._computing and not self._holds_images(req)
+        if waits or not super()._can_schedule_lora_req(req, running_loras):
+            return False
+        if key is not None:
+            self._computing.add(key)
+        return True
+
+    def _holds_images(self, req: Any) -> bool:
+        return self.tree_cache.matched_length(req.origin_input_ids, req.extra_key) >= req.extra_key.images[-1][1]
+
+    def _measure(self, req: Any) -> None:
+        identity = req.extra_key
+        if isinstance(identity, CacheIdentity) and identity.reuse is None:
+            length = len(req.prefix_indices)
+            reuse = self.tree_cache.measure(identity, req.last_node, length, len(req.origin_input_ids))
+            req.customized_info = {**(req.customized_info or {}), "vlora": [{"reuse": asdict(reuse)}]}
+
+    def reuse_state(self) -> dict[str, Any]:
+        """Totals over all requests, for ``/server_info`` and ``/vlora/stats``."""
+        return asdict(self.tree_cache.totals) if isinstance(self.tree_cache, VLoraRadixCache) else {}
