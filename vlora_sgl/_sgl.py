@@ -65,6 +65,8 @@ NAMES: dict[str, str] = {
     "register_radix_cache_backend": "sglang.srt.mem_cache.registry:register_radix_cache_backend",
     "default_radix_cache_factory": "sglang.srt.mem_cache.registry:default_radix_cache_factory",
     # LoRA
+    "lora_module": "sglang.srt.lora.lora",
+    "LoadConfig": "sglang.srt.configs.load_config:LoadConfig",
     "LoRAManager": "sglang.srt.lora.lora_manager:LoRAManager",
     "BaseLoRABackend": "sglang.srt.lora.backend.base_backend:BaseLoRABackend",
     "ColumnParallelLinearWithLoRA": "sglang.srt.lora.layers:ColumnParallelLinearWithLoRA",

@@ -328,7 +328,7 @@ def test_a_retracted_request_may_generate_other_tokens() -> None:
     insert(cache, tokens + ids(8, 8), identity)
     again = identity.renewed()
     assert len(match(cache, tokens + ids(9, 9), again).device_indices) == 6
-    assert again == identity and again.images_key(tokens) == identity.images_key(tokens)
+    assert again == identity and again.prefix_key(tokens) == identity.prefix_key(tokens)
 
 
 def test_reuse_stops_before_the_image_when_its_states_are_wanted() -> None:

@@ -167,11 +167,15 @@ class CacheIdentity(str):
         fresh.reuse_limit, fresh.reuse = self.reuse_limit, self.reuse
         return fresh
 
-    def images_key(self, token_ids: array) -> Hashable | None:
-        """Equal for requests whose KV is the same up to the end of their last image; ``None`` without images."""
-        if not self.images:
-            return None
-        return self.root(), self.elements(token_ids)[: self.images[-1][1]].tobytes()
+    @property
+    def shareable(self) -> int:
+        """Length of the prefix that others are likely to bring too: up to the last image, or up to the fork."""
+        fork = self.fork if self.fork != NEVER else 0
+        return max(fork, self.images[-1][1] if self.images else 0)
+
+    def prefix_key(self, token_ids: array) -> Hashable:
+        """Equal for requests whose KV is the same on the shareable prefix."""
+        return self.root(), self.elements(token_ids)[: self.shareable].tobytes()
 
     def elements(self, token_ids: array) -> array:
         """Key elements of the request's tokens (int64). Kept, because a queued request's tokens only ever grow.

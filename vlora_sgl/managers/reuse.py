@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from vlora_sgl.managers.radix_cache import AdapterContent, CacheIdentity, VLoraRadixCache, image_spans
+from vlora_sgl.managers.radix_cache import NEVER, AdapterContent, CacheIdentity, VLoraRadixCache, image_spans
+
+WORTH_WAITING = 32
+"""Tokens of prefix for which a request waits an iteration; SGLang's own in-batch prefix caching starts there too."""
 
 # SGLang's scheduler, of which this is one side.
 Base: Any = object
@@ -37,8 +40,8 @@ class PrefixReuse(Base):
         super()._add_request_to_queue(req, is_retracted)
 
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
-        """SGLang's, after noting which images are being computed, and counting what the new batch reuses."""
-        self._computing = {self._images_key(req) for req in self._in_flight()} - {None}
+        """SGLang's, after noting which prefixes are being computed, and counting what the new batch reuses."""
+        self._computing = {self._prefix_key(req) for req in self._in_flight()} - {None}
         plan = super().get_new_batch_prefill(running_batch)
         if plan.batch_to_run is not None and isinstance(self.tree_cache, VLoraRadixCache):
             for req in plan.batch_to_run.reqs:
@@ -48,7 +51,10 @@ class PrefixReuse(Base):
     def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
         """SGLang's, after telling the LoRA manager where each row's adapter starts."""
         if self.lora_manager is not None:
-            self.lora_manager.forks = [getattr(req.extra_key, "fork", 0) for req in batch.reqs]
+            forks = [getattr(req.extra_key, "fork", 0) for req in batch.reqs]
+            if not batch.forward_mode.is_extend():
+                forks = [fork if fork == NEVER else 0 for fork in forks]  # decoding is behind every other fork
+            self.lora_manager.forks = forks
         return super().run_batch(batch, pp_proxy_tensors)
 
     def _in_flight(self) -> list[Any]:
@@ -57,22 +63,25 @@ class PrefixReuse(Base):
         in_flight = list(last.reqs) if last is not None and last.forward_mode.is_extend() else []
         return [*in_flight, self.chunked_req] if self.chunked_req is not None else in_flight
 
-    def _images_key(self, req: Any) -> Any:
+    def _prefix_key(self, req: Any) -> Any:
         identity = req.extra_key
-        return identity.images_key(req.origin_input_ids) if isinstance(identity, CacheIdentity) else None
+        if not isinstance(identity, CacheIdentity) or identity.shareable < WORTH_WAITING:
+            return None
+        return identity.prefix_key(req.origin_input_ids)
 
     def _can_schedule_lora_req(self, req: Any, running_loras: Any) -> bool:
-        """SGLang's verdict, but of requests that need the same image one computes it and the others wait for it."""
-        key = self._images_key(req)
-        waits = key is not None and key in self._computing and not self._holds_images(req)
+        """SGLang's verdict, but of requests that need one long prefix, one computes it and the others wait for it."""
+        key = self._prefix_key(req)
+        waits = key is not None and key in self._computing and not self._holds_prefix(req)
         if waits or not super()._can_schedule_lora_req(req, running_loras):
             return False
         if key is not None:
             self._computing.add(key)
         return True
 
-    def _holds_images(self, req: Any) -> bool:
-        return self.tree_cache.matched_length(req.origin_input_ids, req.extra_key) >= req.extra_key.images[-1][1]
+    def _holds_prefix(self, req: Any) -> bool:
+        missing = req.extra_key.shareable - self.tree_cache.matched_length(req.origin_input_ids, req.extra_key)
+        return missing < self.tree_cache.page_size
 
     def _measure(self, req: Any) -> None:
         identity = req.extra_key

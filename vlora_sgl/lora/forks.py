@@ -1,0 +1,58 @@
+"""Rows before an adapter's activation run on the base model: a batch as its LoRA backend should see it.
+
+A row of a prefill batch whose fork lies inside it becomes two: one of the base model and one of the adapter. Every
+backend reads the batch by rows and their lengths, so none has to know.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vlora_sgl.core import AdapterId
+
+
+def split_row(adapter: AdapterId, start: int, length: int, fork: int) -> list[tuple[AdapterId, int]]:
+    """``(adapter, tokens)`` of a row that holds positions ``[start, start + length)`` of a prompt.
+
+    >>> split_row("x", 10, 5, 0), split_row("x", 10, 5, 12), split_row("x", 10, 5, 15)
+    ([('x', 5)], [(None, 2), ('x', 3)], [(None, 5)])
+    """
+    before = min(max(fork - start, 0), length)
+    return [part for part in ((None, before), (adapter, length - before)) if part[1]]
+
+
+def split_batch(forward_batch: Any, forks: Sequence[int]) -> Any:
+    """The batch with every row split at its fork; the batch itself where no row has anything to split.
+
+    Args:
+        forward_batch: SGLang's ``ForwardBatch``; not changed.
+        forks: first position with the adapter, per row.
+    """
+    adapters = forward_batch.lora_ids
+    if not any(fork and adapter is not None for adapter, fork in zip(adapters, forks, strict=True)):
+        return forward_batch
+    view = copy.copy(forward_batch)
+    if not forward_batch.forward_mode.is_extend():
+        # One token per row, behind the prompt and so behind its fork, unless the request has none.
+        positions = forward_batch.seq_lens_cpu.tolist()
+        view.lora_ids = [
+            split_row(adapter, position, 1, fork)[0][0]
+            for adapter, position, fork in zip(adapters, positions, forks, strict=True)
+        ]
+        return view
+    starts, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+    parts = [
+        part
+        for adapter, start, length, fork in zip(adapters, starts, lengths, forks, strict=True)
+        for part in split_row(adapter, int(start), int(length), fork)
+    ]
+    view.lora_ids = [adapter for adapter, _ in parts]
+    view.batch_size = len(parts)
+    view.extend_seq_lens_cpu = [length for _, length in parts]
+    old = forward_batch.extend_seq_lens
+    view.extend_seq_lens = torch.tensor(view.extend_seq_lens_cpu, dtype=old.dtype).to(old.device, non_blocking=True)
+    return view
