@@ -103,7 +103,6 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "LoRAManager.fetch_new_loras": ("self", "new_loras"),
     "LoRAManager.validate_lora_batch": ("self", "lora_ids"),
     "LoRAManager.init_lora_modules": ("self",),
-    "LoRAManager._unload_lora_adapter": ("self", "lora_ref"),
     "ModelRunner.init_weight_updater": ("self",),
     "ModelRunner.init_weight_exporter": ("self",),
     "ModelRunner.check_weights": ("self", "action", "allow_quant_error"),

@@ -22,7 +22,6 @@ REPLACEMENTS: dict[str, str] = {
     "TpModelWorker": "vlora_sgl.heads.worker:HeadWorker",
     "LoRAManager": "vlora_sgl.lora.described:DescribedLoRAManager",
     "TokenizerManager": "vlora_sgl.managers.tokenizer_manager:VLoraTokenizerManager",
-    "LoRAManager": "vlora_sgl.lora.manager:VLoraManager",
     "ModelRunner": "vlora_sgl.model_executor.model_runner:VLoraModelRunner",
 }
 

@@ -32,7 +32,7 @@ def ask(
 
 
 def reuse(answer: Any) -> Any:
-    return answer["meta_info"]["vlora"]["reuse"]
+    return answer["meta_info"]["vlora_reuse"]
 
 
 def test_adapters_do_not_share_and_answers_equal_cold_runs(server: Server) -> None:

@@ -16,16 +16,14 @@ ROW = st.tuples(
 )
 
 
-def batch_of(rows: list[Any], extend: bool = True) -> SimpleNamespace:
+def batch_of(rows: list[Any]) -> SimpleNamespace:
     lengths = [length for _, _, length, _ in rows]
     return SimpleNamespace(
-        forward_mode=SimpleNamespace(is_extend=lambda: extend),
         lora_ids=[adapter for adapter, *_ in rows],
         batch_size=len(rows),
         extend_prefix_lens_cpu=[start for _, start, *_ in rows],
         extend_seq_lens_cpu=lengths,
         extend_seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        seq_lens_cpu=torch.tensor([start + 1 for _, start, *_ in rows]),
     )
 
 
@@ -43,8 +41,3 @@ def test_every_token_gets_its_adapter(rows: list[Any]) -> None:
 def test_a_batch_without_forks_is_passed_on() -> None:
     batch = batch_of([("a", 0, 3, 0), (None, 0, 2, 9)])
     assert split_batch(batch, [0, 9]) is batch
-
-
-def test_decoding_rows_are_behind_their_fork_or_never_reach_it() -> None:
-    batch = batch_of([("a", 5, 1, 0), ("b", 7, 1, 0), (None, 3, 1, 0)], extend=False)
-    assert split_batch(batch, [4, 1 << 40, 0]).lora_ids == ["a", None, None]

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from vlora_sgl import _sgl
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import AdapterDescription, load_heads, read_description
 from vlora_sgl.lora.forks import split_batch
+from vlora_sgl.lora.manager import VLoraManager
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class DescribedAdapter:
     digest: str
 
 
-class DescribedLoRAManager(_sgl.LoRAManager):
-    """SGLang's LoRA manager, which also keeps each adapter's description, heads and digest.
+class DescribedLoRAManager(VLoraManager):
+    """The LoRA manager of this package: it also keeps each adapter's description, heads and digest.
 
     Attributes:
         described: by adapter id; present exactly while the adapter is loaded.
@@ -71,7 +71,7 @@ class DescribedLoRAManager(_sgl.LoRAManager):
         activated = any(uid is not None and self.described[uid].description.activation for uid in lora_ids)
         return super().validate_lora_batch(lora_ids | {None} if activated else lora_ids)
 
-    def fetch_new_loras(self, new_loras: set[str | None], running_loras: Any = frozenset()) -> None:
+    def fetch_new_loras(self, new_loras: set[str | None], running_loras: Any = None) -> None:
         """SGLang's, with the base model among them when rows of an adapter run on it."""
         super().fetch_new_loras(new_loras | {None} if any(self.forks) else new_loras, running_loras)
 

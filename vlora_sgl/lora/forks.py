@@ -29,21 +29,13 @@ def split_batch(forward_batch: Any, forks: Sequence[int]) -> Any:
     """The batch with every row split at its fork; the batch itself where no row has anything to split.
 
     Args:
-        forward_batch: SGLang's ``ForwardBatch``; not changed.
+        forward_batch: SGLang's ``ForwardBatch`` of a prefill; not changed.
         forks: first position with the adapter, per row.
     """
     adapters = forward_batch.lora_ids
     if not any(fork and adapter is not None for adapter, fork in zip(adapters, forks, strict=True)):
         return forward_batch
     view = copy.copy(forward_batch)
-    if not forward_batch.forward_mode.is_extend():
-        # One token per row, behind the prompt and so behind its fork, unless the request has none.
-        positions = forward_batch.seq_lens_cpu.tolist()
-        view.lora_ids = [
-            split_row(adapter, position, 1, fork)[0][0]
-            for adapter, position, fork in zip(adapters, positions, forks, strict=True)
-        ]
-        return view
     starts, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
     parts = [
         part

@@ -37,6 +37,8 @@ class PrefixReuse(Base):
             req.extra_key = req.extra_key.renewed()
         else:
             req.extra_key = self.identify(req) or req.extra_key
+            if getattr(req.extra_key, "fork", 0) == NEVER:
+                req.lora_id = None  # its adapter is never invoked: a request of the base model, in every respect
         super()._add_request_to_queue(req, is_retracted)
 
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
@@ -51,10 +53,8 @@ class PrefixReuse(Base):
     def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
         """SGLang's, after telling the LoRA manager where each row's adapter starts."""
         if self.lora_manager is not None:
-            forks = [getattr(req.extra_key, "fork", 0) for req in batch.reqs]
-            if not batch.forward_mode.is_extend():
-                forks = [fork if fork == NEVER else 0 for fork in forks]  # decoding is behind every other fork
-            self.lora_manager.forks = forks
+            prefill = batch.forward_mode.is_extend()  # decoding is behind every fork
+            self.lora_manager.forks = [getattr(r.extra_key, "fork", 0) for r in batch.reqs] if prefill else []
         return super().run_batch(batch, pp_proxy_tensors)
 
     def _in_flight(self) -> list[Any]:
@@ -88,7 +88,7 @@ class PrefixReuse(Base):
         if isinstance(identity, CacheIdentity) and identity.reuse is None:
             length = len(req.prefix_indices)
             reuse = self.tree_cache.measure(identity, req.last_node, length, len(req.origin_input_ids))
-            req.customized_info = {**(req.customized_info or {}), "vlora": [{"reuse": asdict(reuse)}]}
+            req.customized_info = {**(req.customized_info or {}), "vlora_reuse": [asdict(reuse)]}
 
     def reuse_state(self) -> dict[str, Any]:
         """Totals over all requests, for ``/server_info`` and ``/vlora/stats``."""

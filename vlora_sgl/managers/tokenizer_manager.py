@@ -12,8 +12,8 @@ from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests
 from vlora_sgl.managers.planner import latency_constraint
 
-OUR_META_INFO = frozenset({"vlora", HEAD_KEY})
-"""Keys of ``meta_info`` that the scheduler fills: how a request was served, and what its head said."""
+OUR_META_INFO = frozenset({"vlora_reuse", HEAD_KEY})
+"""Keys of ``meta_info`` that the scheduler fills: what a request reused, and what its head said."""
 
 
 class UnknownAdapterResponse(UnknownAdapterError, HTTPException, ValueError):
