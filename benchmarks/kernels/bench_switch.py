@@ -1,0 +1,186 @@
+"""Time of a mode switch over the linears of a 7B model, as a share of copy bandwidth, and whether switching drifts.
+
+    python -m benchmarks.kernels.bench_switch [--dry-run] [--summary FILE]
+
+The times that count are of direct switches A to B, one launch over all layers; ``--dry-run`` runs everything on tiny
+shapes, on the CPU if there is no GPU, and records nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.summary import RESULTS, SUMMARY, record
+from vlora_sgl.kernels.merge import FoldTarget, MergeTable, merge_reference, ulp_distance
+from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
+
+ATTENTION = frozenset({"qkv_proj", "o_proj"})
+TILES = ((128, 128, 8), (128, 128, 4), (64, 128, 4), (128, 64, 4))
+Shapes = dict[str, tuple[tuple[int, ...], int]]
+
+
+def shapes(hidden: int, kv: int, intermediate: int) -> Shapes:
+    """Group -> (rows of each slice, columns)."""
+    return {
+        "qkv_proj": ((hidden, kv, kv), hidden),
+        "o_proj": ((hidden,), hidden),
+        "gate_up_proj": ((intermediate, intermediate), hidden),
+        "down_proj": ((hidden,), intermediate),
+    }
+
+
+def build(layers: int, layout: Shapes, slots: int, max_rank: int, device: torch.device) -> list[FoldTarget]:
+    """Random weights and adapters of realistic size, distinct per layer."""
+    torch.manual_seed(1)
+    modules = [(group, *layout[group]) for group in layout for _ in range(layers)]
+    weights = [torch.randn(sum(n), k, device=device, dtype=torch.bfloat16).mul_(k**-0.5) for _, n, k in modules]
+    targets = []
+    for (group, slices, k), weight, pristine in zip(modules, weights, pristine_copies(weights, "device"), strict=True):
+        lora_a = torch.randn(slots, len(slices) * max_rank, k, device=device, dtype=torch.bfloat16).mul_(k**-0.5)
+        lora_b = torch.randn(slots, sum(slices), max_rank, device=device, dtype=torch.bfloat16).mul_(0.02)
+        row = 0
+        for index, size in enumerate(slices):
+            rows = slice(row, row + size)
+            targets.append(FoldTarget(group, group, weight[rows], pristine[rows], lora_a, lora_b[:, rows], index))
+            row += size
+    return targets
+
+
+def milliseconds(work: Callable[[int], object], repeats: int, device: torch.device) -> float:
+    """Median time of one call, after three to warm up."""
+    times = []
+    for i in range(repeats + 3):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(1_000_000)  # half a millisecond of lead, so that no launch waits for the host
+            begin.record()
+            work(i)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            start = time.perf_counter()
+            work(i)
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[3:])
+
+
+def copy_bandwidth(device: torch.device, nbytes: int) -> float:
+    """Bytes read plus written per second by a large device-to-device copy."""
+    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / (milliseconds(lambda _: target.copy_(source), 20, device) / 1e3)
+
+
+def switch(table: MergeTable, groups: frozenset[str], rank: int, i: int) -> None:
+    """A switch to the adapter in slot 0 or 1, in turn; rank 0 stands for unmerging."""
+    if rank:
+        table.fold(groups, slot=i % 2, rank=rank, scaling=2.0)
+    else:
+        table.restore(groups)
+
+
+def time_switches(targets: list[FoldTarget], ranks: tuple[int, ...], repeats: int, bandwidth: float) -> list[dict]:
+    """One row per tile, rank, set of targets and kind of switch."""
+    rows = []
+    for block_n, block_k, warps in TILES:
+        table = MergeTable(targets, block_n=block_n, block_k=block_k, num_warps=warps)
+        for name, groups in (("all_linear", table.groups), ("attention", ATTENTION)):
+            for rank in (0, *ranks):
+                work = partial(switch, table, groups, rank)
+                ms = milliseconds(work, repeats, table.device)
+                moved = table.nbytes(groups)
+                share = moved / (ms / 1e3) / bandwidth
+                tile = [block_n, block_k, warps]
+                rows.append({"targets": name, "rank": rank, "tile": tile, "ms": ms, "share_of_copy": share})
+    return rows
+
+
+def worst_ulp(targets: list[FoldTarget], rank: int) -> int:
+    """Distance from float64 of one folded target, in the result's ulps, where the sum does not cancel."""
+    table = MergeTable(targets)
+    table.fold(table.groups, slot=1, rank=rank, scaling=2.0)
+    target = targets[0]
+    a, b = target.operands(1, rank)
+    exact = merge_reference(target.pristine, a, b, 2.0)
+    addends = target.pristine.abs() + 2.0 * (b.float().abs() @ a.float().abs())
+    distance = ulp_distance(target.weight, exact)[exact.abs() > addends * 2.0**-8]
+    table.restore(table.groups)
+    return int(distance.max())
+
+
+def drift(device: torch.device, switches: int, adapters: int = 8) -> float:
+    """Share of 100 checks over random switches that found every bit as a fresh fold (or none) leaves it."""
+    targets = build(2, shapes(256, 64, 512), adapters, 64, device)
+    switcher = ModeSwitcher(MergeTable(targets))
+    groups = [frozenset(switcher.table.groups), ATTENTION]
+    operands = [FoldOperand(str(i), i, 8 * (1 + i % 8), 0.5 + i / 8, groups[i % 2]) for i in range(adapters)]
+
+    def bits() -> list[torch.Tensor]:
+        return [t.weight.view(torch.int16).clone() for t in targets]
+
+    expected = {-1: bits()}
+    for i, operand in enumerate(operands):
+        switcher.restore()
+        switcher.fold(operand)
+        expected[i] = bits()
+    choose, good, checks = random.Random(7), 0, 0
+    for step in range(switches):
+        i = choose.randrange(-1, adapters)
+        _ = switcher.restore() if i < 0 else switcher.fold(operands[i])
+        if (step + 1) % max(1, switches // 100) == 0:
+            checks += 1
+            good += all(torch.equal(x, y) for x, y in zip(bits(), expected[i], strict=True))
+    switcher.restore()
+    pristine = all(torch.equal(x, y) for x, y in zip(bits(), expected[-1], strict=True))
+    return good / checks if pristine else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, nothing recorded")
+    parser.add_argument("--summary", type=Path, default=SUMMARY)
+    parser.add_argument("--rows", type=Path, default=RESULTS / "switch.json", help="where the raw rows go")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not args.dry_run:
+        parser.error("needs a GPU; try --dry-run")
+    layout = shapes(64, 16, 128) if args.dry_run else shapes(3584, 512, 18944)
+    targets = build(2 if args.dry_run else 28, layout, 2, 64, device)
+    bandwidth = copy_bandwidth(device, 1 << (20 if args.dry_run else 32))
+    rows = time_switches(targets, (16, 64), 3 if args.dry_run else 20, bandwidth)
+    for row in rows:
+        print(
+            f"{row['targets']:<10} rank {row['rank']:>2} tile {row['tile']}: {row['ms']:.3f} ms, "
+            f"{100 * row['share_of_copy']:.1f} % of a copy"
+        )
+    default = [row for row in rows if row["tile"] == list(TILES[0])]
+    chosen = {(row["targets"], row["rank"]): row for row in default}
+    ulp = worst_ulp(targets, 64)
+    identical = drift(device, 100 if args.dry_run else 10_000)
+    print(f"copy {bandwidth / 1e12:.2f} TB/s; worst distance from float64 {ulp} ulp; bit-identical {identical:.3f}")
+    if args.dry_run:
+        return
+    args.rows.parent.mkdir(parents=True, exist_ok=True)
+    args.rows.write_text(json.dumps({"copy_bytes_per_s": bandwidth, "worst_ulp": ulp, "rows": rows}, indent=1) + "\n")
+
+    def write(name: str, value: float, unit: str, higher: bool) -> None:
+        record(name, value, unit, higher, summary=args.summary)
+
+    write("switch.all_linear_r64_ms", chosen["all_linear", 64]["ms"], "ms", False)
+    write("switch.attention_r64_ms", chosen["attention", 64]["ms"], "ms", False)
+    write("switch.bandwidth_share", chosen["all_linear", 64]["share_of_copy"], "ratio", True)
+    write("switch.cycles_bit_identical", identical, "ratio", True)
+
+
+if __name__ == "__main__":
+    main()
