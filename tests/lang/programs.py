@@ -53,7 +53,7 @@ def constrained(s: vlora.ProgramState, image: Any) -> None:
     s += vlora.assistant(vlora.select("choice", ["yes", "no"], adapter="B"))
     s += vlora.assistant(vlora.classify("label", ["cat", "dog", "bird"], adapter="A"))
     s += vlora.user(vlora.prompts.ground("cup"))
-    s += vlora.assistant(vlora.ground("boxes", "cup"))
+    s += vlora.assistant(vlora.ground("boxes", "cup", 48))
     s += vlora.assistant(vlora.gen("samples", 4, n=2, ignore_eos=True))
 
 

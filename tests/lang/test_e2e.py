@@ -99,11 +99,10 @@ def test_batch_of_200_loses_nothing_while_a_tenth_is_cancelled(runtime: vlora.Ru
     arguments = [
         {"image": images[i % 4], "name": ("A", "B", None)[i % 3], "question": f"How many {i % 5}?"} for i in range(200)
     ]
-    expected: dict[str, str] = {}
-    for one in arguments[:60]:  # 4 images, 3 adapters, 5 questions: 60 different runs
-        expected[str((images.index(one["image"]), one["name"], one["question"]))] = programs.short.run(
-            **one, backend=runtime
-        )["answer"]
+    # 4 images, 3 adapters, 5 questions: the first 60 runs are all there are, and the others repeat them.
+    alone = programs.short.run_batch(arguments[:60], backend=runtime, num_threads=4)
+    expected = [state["answer"] for state in alone]
+    assert len(set(expected)) > 3, "the runs must differ for this test to mean anything"
     batch = programs.short.start_batch(arguments, backend=runtime, num_threads=16)
     cancelled = set(range(0, 200, 10))
 
@@ -123,12 +122,11 @@ def test_batch_of_200_loses_nothing_while_a_tenth_is_cancelled(runtime: vlora.Ru
     canceller.join()
     lost = [index for index, state in enumerate(states) if index not in cancelled and state.error()]
     assert not lost
-    for index, (one, state) in enumerate(zip(arguments, states, strict=True)):
-        key = str((images.index(one["image"]), one["name"], one["question"]))
+    for index, state in enumerate(states):
         if index in cancelled and state.error():
             assert isinstance(state.error(), ProgramCancelled)
         else:
-            assert state["answer"] == expected[key], index
+            assert state["answer"] == expected[index % 60], index
     assert sum(isinstance(state.error(), ProgramCancelled) for state in states) >= 15
 
 

@@ -148,7 +148,10 @@ def test_select_repeats_the_images_for_every_choice_but_not_with_token_ids() -> 
         scores = {"cat": -1.0, "dog": -0.5}
         texts = request.get("text") or [" cat", " dog"]
         return [
-            {"input_token_logprobs": [[-0.1, 7, "?"], [scores[text[-3:]], 8, text[-3:]]], "output_token_logprobs": []}
+            {
+                "input_token_logprobs": [[None, 6, "t"], [-0.1, 7, "?"], [scores[text[-3:]], 8, text[-3:]]],
+                "output_token_logprobs": [],
+            }
             for text in texts
         ]
 
@@ -181,7 +184,7 @@ def test_classify_by_the_language_model_gives_probabilities() -> None:
         if isinstance(request["text"], str):
             return {}
         return [
-            {"input_token_logprobs": [[-0.3, 1, "?"], [score, 2, "x"]], "output_token_logprobs": []}
+            {"input_token_logprobs": [[None, 0, "?"], [-9.0, 1, "?"], [score, 2, "x"]], "output_token_logprobs": []}
             for score in (-1.0, -2.0)
         ]
 

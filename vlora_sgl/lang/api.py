@@ -366,7 +366,12 @@ def count(name: str, *, head: str | None = None, adapter: AdapterChoice = INHERI
 
 
 def detect(
-    name: str, target: str | None = None, *, head: str | None = None, adapter: AdapterChoice = INHERIT
+    name: str,
+    target: str | None = None,
+    max_tokens: int = 256,
+    *,
+    head: str | None = None,
+    adapter: AdapterChoice = INHERIT,
 ) -> up.SglExpr:
     """Answer with the boxes of all objects of a kind; the variable is :class:`~vlora_sgl.lang.values.Boxes`.
 
@@ -381,12 +386,12 @@ def detect(
         raise ValueError("detect needs either a target for the language model or the name of a head")
     if head is not None:
         return SglHead(name, head, "detect", adapter=adapter)
-    return _boxes(name, "Detect", cast(str, target), adapter)
+    return _boxes(name, "Detect", cast(str, target), max_tokens, adapter)
 
 
-def ground(name: str, phrase: str, *, adapter: AdapterChoice = INHERIT) -> up.SglExpr:
+def ground(name: str, phrase: str, max_tokens: int = 256, *, adapter: AdapterChoice = INHERIT) -> up.SglExpr:
     """Answer with the boxes of what a phrase refers to; the variable is :class:`~vlora_sgl.lang.values.Boxes`."""
-    return _boxes(name, "Ground", phrase, adapter)
+    return _boxes(name, "Ground", phrase, max_tokens, adapter)
 
 
 def caption(name: str, max_tokens: int = 64, *, adapter: AdapterChoice = INHERIT) -> up.SglExpr:
@@ -418,9 +423,9 @@ def _task(name: str, kind: str, adapter: AdapterChoice, convert: Callable[[str],
     return SglTypedGen(name, adapter=adapter, convert=convert, kind=kind, **sampling)
 
 
-def _boxes(name: str, kind: str, target: str, adapter: AdapterChoice) -> SglTypedGen:
+def _boxes(name: str, kind: str, target: str, max_tokens: int, adapter: AdapterChoice) -> SglTypedGen:
     regex = re.escape(f"<ref>{target}</ref>") + _BOXES_REGEX
-    return _task(name, kind, adapter, Boxes.parse, max_new_tokens=512, regex=regex)
+    return _task(name, kind, adapter, Boxes.parse, max_new_tokens=max_tokens, regex=regex)
 
 
 def _count(text: str) -> Count:

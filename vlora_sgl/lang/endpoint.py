@@ -97,17 +97,34 @@ class Endpoint(up.RuntimeEndpoint):
         temperature: float,
         choices_method: up.ChoicesSamplingMethod,
     ) -> up.ChoicesDecision:
-        """Score every choice as the continuation of the state's text and take the best."""
-        decision = super().select(s, choices, temperature, choices_method)
-        meta_info = dict(decision.meta_info or {})
-        return up.ChoicesDecision(decision.decision, meta_info | {"cached_tokens": s.last_cached_tokens})
+        """Score every choice as the continuation of the state's text and take the best.
 
-    def _generate_http_request(self, s: Executor, data: Request) -> Any:
-        # The base class's select sends all its requests through here.
-        answer = self._request(s, data)
-        if isinstance(answer, dict):
-            s.last_cached_tokens = int(answer["meta_info"].get("cached_tokens", 0))
-        return answer
+        Not the base class's: it keeps tokens of the prompt among those it scores, and breaks where the first one,
+        which never has a log-probability, happens to end the prompt's text.
+        """
+        fill = cast(Response, self._request(s, {"text": s.text_, "sampling_params": {"max_new_tokens": 0}}))
+        last = fill["meta_info"]["prompt_tokens"] - 1
+        sampling = {"max_new_tokens": 0, "temperature": 0}
+        scoring = {"sampling_params": sampling, "return_logprob": True, "return_text_in_logprobs": True}
+        texts = [s.text_ + choice for choice in choices]
+        # From one token before the prompt's last: the first entry comes without its log-probability.
+        answers = self._request(s, {"text": texts, "logprob_start_len": max(last - 1, 0), **scoring})
+        meta_infos = [answer["meta_info"] for answer in cast(list[Response], answers)]
+        scored = [_choice_tokens(s.text_, one["input_token_logprobs"]) for one in meta_infos]
+        unconditional = None
+        if choices_method.requires_unconditional_logprobs:
+            ids = [[token[1] for token in tokens] for tokens in scored]
+            answers = self._request(s, {"input_ids": ids, "logprob_start_len": 0, **scoring})
+            unconditional = [one["meta_info"]["input_token_logprobs"] for one in cast(list[Response], answers)]
+        decision = choices_method(
+            choices=choices,
+            normalized_prompt_logprobs=[sum(token[0] for token in tokens) / len(tokens) for tokens in scored],
+            input_token_logprobs=scored,
+            output_token_logprobs=[one["output_token_logprobs"] for one in meta_infos],
+            unconditional_token_logprobs=unconditional,
+        )
+        counters = {"cached_tokens": fill["meta_info"]["cached_tokens"], "prompt_tokens": last + 1}
+        return up.ChoicesDecision(decision.decision, {**(decision.meta_info or {}), **counters})
 
     def commit_lazy_operations(self, s: Executor) -> None:
         """Compute the state's text now, so that what follows finds it in the prefix cache."""
@@ -377,6 +394,15 @@ def head_value(answer: Any, task: Task) -> Label | Count | Boxes:
         return Boxes(boxes)
     except KeyError as error:
         raise RequestError(f"a {task} head answers with {error}, got {sorted(answer)}") from error
+
+
+def _choice_tokens(prompt: str, tokens: list[Any]) -> list[Any]:
+    """The entries (log-probability, id, text) of a choice's own tokens, of entries from the prompt's last but one on.
+
+    Where the prompt's last token and the choice's first merged into one, that one counts as the choice's.
+    """
+    tokens = tokens[1:]
+    return tokens[1:] if len(tokens) > 1 and prompt.endswith(tokens[0][2]) else tokens
 
 
 class _InFlight:

@@ -70,7 +70,6 @@ class Executor(up.StreamExecutor):
         self.error_: Exception | None = None
         self.location: Location | None = None
         self.requests = 0
-        self.last_cached_tokens = 0
         self.in_flight: str | None = None
         self._cancelled = threading.Event()
         self._converters: dict[str, tuple[Callable[[str], Any], Location | None]] = {}
