@@ -217,6 +217,10 @@ class VLoraManager(_sgl.LoRAManager):
         if variant == "nolora":
             self.lora_backend.reset_batch_state()
             return
+        if not self._routed and any(adapter != self.plan.merged_adapter for adapter in forward_batch.lora_ids):
+            # Rows before an adapter's activation are base rows that the plan did not count; only ATMM can serve those
+            # on folded weights.
+            self.plan = BatchPlan(requests=self.plan.requests, mode=InferenceMode.UNMERGED)
         merged = self._switch()
         pairs = [self._slot_pairs(adapter, merged) for adapter in forward_batch.lora_ids]
         if not any(pairs):

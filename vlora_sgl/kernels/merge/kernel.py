@@ -78,6 +78,7 @@ def _merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     row = table + tl.load(tiles + 2 * program).to(tl.int64) * columns
@@ -102,8 +103,8 @@ def _merge_kernel(
         a = tl.multiple_of(tl.load(row + 2).to(like.dtype), bytes_align) + slot * a_slot + first * k
         b = tl.multiple_of(tl.load(row + 3).to(like.dtype), bytes_align) + slot * b_slot
         acc = tl.full((BLOCK_N, BLOCK_K), 0.0, dtype=tl.float32)
-        for r0 in range(0, rank, BLOCK_R):
-            r = r0 + tl.arange(0, BLOCK_R)
+        for block in tl.static_range(0, RANK_BLOCKS):
+            r = block * BLOCK_R + tl.arange(0, BLOCK_R)
             # Rows of the slot past the adapter's rank hold what an earlier, wider adapter left: mask both sides.
             a_tile = tl.load(
                 a + r[:, None] * k + cols[None, :],
@@ -218,6 +219,7 @@ class MergeTable:
         tiles = self._tiles_of(groups)
         if tiles.shape[0] == 0:
             return
+        block_r = min(64, max(16, triton.next_power_of_2(rank)))
         _merge_kernel[(tiles.shape[0],)](
             self.targets[0].weight,
             self._table,
@@ -232,7 +234,8 @@ class MergeTable:
             PRECISION="ieee" if self.dtype == torch.float32 else "tf32",
             BLOCK_N=self._block_n,
             BLOCK_K=self._block_k,
-            BLOCK_R=min(64, max(16, triton.next_power_of_2(rank))),
+            BLOCK_R=block_r,
+            RANK_BLOCKS=triton.cdiv(rank, block_r),
             num_warps=self._num_warps,
         )
 
