@@ -148,6 +148,7 @@ def states(draw: st.DrawFn) -> QueueState:
     max_batch = draw(st.integers(1, 8))
     max_adapters = draw(st.integers(1, 4))
     can_park = draw(st.booleans())
+    can_fold = draw(st.booleans())
     clock = draw(st.floats(0, 20))
     size = draw(st.integers(0, max_batch))
     rows: list[RequestState] = []
@@ -168,9 +169,9 @@ def states(draw: st.DrawFn) -> QueueState:
         )
         for i in range(draw(st.integers(0, 10)))
     ]
-    folded = draw(ADAPTERS)
+    folded = draw(ADAPTERS) if can_fold else None
     memory = draw(st.dictionaries(ADAPTERS, st.floats(0, 1)))
-    return QueueState(clock, late, rows, folded, max_batch, max_adapters, can_park, memory=memory)
+    return QueueState(clock, late, rows, folded, max_batch, max_adapters, can_park, can_fold, memory=memory)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

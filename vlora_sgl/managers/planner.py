@@ -49,14 +49,22 @@ class Planner:
         max_batch: most requests that run at once.
         max_adapters: most adapters (base excluded) one iteration can use.
         can_park: whether running requests can be left out of an iteration.
+        can_fold: whether this engine can fold an adapter into its weights.
         window: waiting requests shown to the policy (``visible``).
     """
 
     def __init__(
-        self, policy: Policy, max_batch: int, max_adapters: int, can_park: bool = False, window: int = 256
+        self,
+        policy: Policy,
+        max_batch: int,
+        max_adapters: int,
+        can_park: bool = False,
+        can_fold: bool = True,
+        window: int = 256,
     ) -> None:
         self.policy = policy
-        self.max_batch, self.max_adapters, self.can_park, self.window = max_batch, max_adapters, can_park, window
+        self.max_batch, self.max_adapters, self.window = max_batch, max_adapters, window
+        self.can_park, self.can_fold = can_park, can_fold
         self.clock = 0.0
         self.folded: AdapterId = None
         self.memory: Memory = {}
@@ -105,6 +113,7 @@ class Planner:
             max_batch=self.max_batch,
             max_adapters=self.max_adapters,
             can_park=self.can_park,
+            can_fold=self.can_fold,
             chunked=None if chunked is None else chunked.rid,
             memory=self.memory,
         )

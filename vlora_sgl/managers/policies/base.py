@@ -68,6 +68,7 @@ class QueueState:
         max_batch: most requests that may run at once, parked ones included.
         max_adapters: most adapters (base excluded, folded included) that one iteration may use.
         can_park: whether running requests may be left out of a plan.
+        can_fold: whether an adapter can be folded at all.
         chunked: id of the request in the middle of a chunked prefill; it must be in the plan.
         memory: what ``Policy.remember`` returned last.
     """
@@ -79,6 +80,7 @@ class QueueState:
     max_batch: int = 32
     max_adapters: int = 8
     can_park: bool = False
+    can_fold: bool = True
     chunked: str | None = None
     memory: Memory = field(default_factory=dict)
 
@@ -225,7 +227,7 @@ def assemble(
     chosen = [r for r in (*state.running, *state.waiting) if r.rid in must]
     taken = {r.rid for r in chosen}
     only = folded
-    if len(adapters_in((r.adapter for r in chosen), folded)) > state.max_adapters:
+    if not state.can_fold or len(adapters_in((r.adapter for r in chosen), folded)) > state.max_adapters:
         folded = None
     adapters = set(adapters_in((r.adapter for r in chosen), folded))
     running = {r.rid for r in state.running}
@@ -262,4 +264,5 @@ def check_plan(state: QueueState, plan: BatchPlan) -> None:
     assert state.chunked is None or state.chunked in plan.requests, "a chunked prefill is left out"
     need = adapters_in((r.adapter for r in rows), plan.merged_adapter)
     assert len(need) <= state.max_adapters, "more adapters than slots"
+    assert state.can_fold or plan.merged_adapter is None, "nothing can be folded"
     assert plan.mode is mode_of((r.adapter for r in rows), plan.merged_adapter), "the mode contradicts the rows"

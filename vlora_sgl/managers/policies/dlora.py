@@ -20,7 +20,7 @@ class DLoraPolicy(Policy):
         hot, count = largest_group(requests, state.folded)
         starving = [r for r in requests if state.clock - r.progress > self.limits.theta]
         others_run = not state.can_park and any(r.adapter != hot for r in state.running)
-        if 2 * count > len(requests) and not starving and not others_run:
+        if state.can_fold and 2 * count > len(requests) and not starving and not others_run:
             plan = assemble(state, requests, hot, only_folded=True)
             if plan.requests:
                 return plan

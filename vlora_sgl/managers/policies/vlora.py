@@ -21,7 +21,7 @@ class VLoraPolicy(Policy):
         hot, count = largest_group(requests, state.folded)  # line 4
         group = [r for r in requests if r.adapter == hot] if hot is not None else []
         size = min(state.max_batch, len(requests))
-        if 2 * len(starving) <= size and 2 * count > size:  # line 5
+        if state.can_fold and 2 * len(starving) <= size and 2 * count > size:  # line 5
             if not starving:  # lines 6-8
                 plan = assemble(state, group, hot, only_folded=True)
             else:  # lines 10-12
