@@ -585,9 +585,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for system, report in deadlines(tables, machine, limits, args.seconds).items():
         print(f"deadline 1 s, {system}: p99 {report.realtime_p99:.3f} s, missed {report.realtime_missed:.4f}")
     if not args.park:
-        summary.record("policy.cost.worst_vs_best_other", worst, "ratio", False)
-        summary.record("policy.cost.skew60_vs_sglang", stock, "ratio", False)
-        summary.record("policy.cost.longest_wait_over_bound", ratio, "ratio", False)
+        command = f"python -m benchmarks.serving.simulate --grid --seconds {args.seconds:g}"
+        for figure, value in (
+            ("worst_vs_best_other", worst),
+            ("skew60_vs_sglang", stock),
+            ("longest_wait_over_bound", ratio),
+        ):
+            summary.record(f"policy.cost.{figure}", value, "ratio", False, command=command)
 
 
 def rounded(value: object) -> object:
