@@ -290,7 +290,7 @@ def _refuse_towers(paths: list[str]) -> None:
 def _refuse_added_tokens(directory: Path, layout: BaseLayout | None) -> None:
     """Refuses ``added_tokens.json`` with ids past the base vocabulary; copies of the base's own list are harmless."""
     path = directory / "added_tokens.json"
-    if layout is None or not path.is_file():
+    if layout is None or "embed_tokens" not in layout.shapes or not path.is_file():
         return
     try:
         tokens = json.loads(path.read_text(encoding="utf-8"))

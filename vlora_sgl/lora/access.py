@@ -1,0 +1,33 @@
+"""Which directories a client may have adapters loaded from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from vlora_sgl.errors import AdapterError
+
+
+def allowed_directory(path: str, roots: Iterable[str]) -> Path:
+    """The adapter directory that ``path`` names, with every link resolved.
+
+    Args:
+        path: as the client gave it.
+        roots: directories below which adapters may lie; none means anywhere on this machine.
+
+    Raises:
+        AdapterError: no directory of this machine, or it, or a file in it, lies outside the roots once links and
+            ``..`` are resolved. The message does not tell whether an outside path exists.
+    """
+    allowed = [Path(root).resolve() for root in roots]
+    directory = Path(path).resolve()
+    inside = not allowed or any(directory.is_relative_to(root) for root in allowed)
+    if not inside:
+        raise AdapterError(f"{path!r} does not lie below an allowed adapter root (--adapter-root)")
+    if not directory.is_dir():
+        raise AdapterError(f"{path!r} is not a directory on this machine")
+    for file in directory.iterdir():
+        target = file.resolve()
+        if allowed and not any(target.is_relative_to(root) for root in allowed):
+            raise AdapterError(f"{path!r}: {file.name} links out of the allowed adapter roots")
+    return directory

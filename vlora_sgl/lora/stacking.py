@@ -1,0 +1,68 @@
+"""From canonical modules to the tensors an SGLang memory pool takes: projections stacked, one rank, one scale.
+
+A pool slot has one rank and one scale for all its modules, and holds q, k, v (gate, up) as one stack of A factors
+``[parts * r, in]`` and one B ``[sum of outs, r]``. An adapter that lacks a part, or whose ranks or scales differ from
+module to module, is padded with zeros and has its scale folded into B in float32, which changes nothing it computes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vlora_sgl.lora.checkpoint import LoraPair
+from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout
+
+
+@dataclass(frozen=True)
+class StackedAdapter:
+    """What one pool slot holds.
+
+    Attributes:
+        rank: of every module, the largest the adapter has.
+        scale: of every module.
+        tensors: ``NAME.lora_A.weight`` and ``NAME.lora_B.weight`` by the engine's canonical module names.
+    """
+
+    rank: int
+    scale: float
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def kinds(self) -> set[str]:
+        """Last names of the modules: what SGLang calls target modules."""
+        return {name.rsplit(".", 3)[-3] for name in self.tensors}
+
+
+def stack(modules: Mapping[str, LoraPair], layout: BaseLayout, dtype: torch.dtype) -> StackedAdapter:
+    """Lays an adapter's modules out as the pool of the engine with ``layout`` takes them, in the pool's ``dtype``."""
+    rank = max(pair.rank for pair in modules.values())
+    # The commonest scale stays a factor of the kernel, so that the usual adapter's B is not rounded a second time.
+    scale = Counter(pair.scale for pair in modules.values()).most_common(1)[0][0]
+    groups = {part: name for name, parts in layout.fused.items() if name in layout.paths for part in parts}
+    tensors: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(groups.get(module, module) for module in modules):
+        parts = layout.parts_of(name)
+        factors = [_factors(modules.get(part), layout.shapes[part], rank, scale, dtype) for part in parts]
+        tensors[f"{name}.lora_A.weight"] = torch.cat([a for a, _ in factors])
+        tensors[f"{name}.lora_B.weight"] = torch.cat([b for _, b in factors])
+    return StackedAdapter(rank, scale, tensors)
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a stacked tensor belongs to the embedding or the output layer, which SGLang keeps apart."""
+    return name.split(".")[0] in EMBEDDING_MODULES
+
+
+def _factors(
+    pair: LoraPair | None, shape: tuple[int, int], rank: int, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, inner = shape
+    a, b = torch.zeros(rank, inner, dtype=dtype), torch.zeros(out, rank, dtype=dtype)
+    if pair is not None:
+        a[: pair.rank] = pair.a.to(dtype)
+        b[:, : pair.rank] = (pair.b if pair.scale == scale else pair.b.float() * (pair.scale / scale)).to(dtype)
+    return a, b
