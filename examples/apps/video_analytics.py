@@ -88,6 +88,8 @@ def main() -> None:
             rows.write(json.dumps(row) + "\n")
             print(f"{name:<24}chunk {chunk}: {state['action']!r}; {len(objects)} x {options.target}; camera {known}")
             pictures.append((objects.draw(frames[len(frames) // 2]), f"{name} chunk {chunk}\n{state['action']}"))
+    if not pictures:
+        raise SystemExit("no chunk could be analysed")
     contact_sheet(pictures, columns=options.chunks).save(options.out / "analytics.png")
     print(f"{len(pictures)} of {len(work)} chunks; see {options.out}/analytics.jsonl and {options.out}/analytics.png")
 

@@ -70,6 +70,8 @@ def main() -> None:
             print(f"{probability:5.2f}  {file.name:<24}{state['caption']!r}")
             text = f"{file.name}\nmatch {probability:.2f}\n{state['caption']}"
             pictures.append((boxes.draw(str(file)), text))
+    if not pictures:
+        raise SystemExit("no image could be analysed")
     contact_sheet(pictures).save(options.out / "retrieval.png")
     print(f"{len(found)} images, {failed} failed; see {options.out}/retrieval.jsonl and {options.out}/retrieval.png")
 
