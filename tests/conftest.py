@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import requests
 
 START_TIMEOUT_S = 240
+SERVER_ARGS = "VLORA_TEST_SERVER_ARGS"  # more flags for the server, for a run on another kind of machine
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def server(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> I
     command = [sys.executable, "-m", "vlora_sgl.launch_server", "--model-path", str(tiny_model.path)]
     command += ["--enable-lora", "--lora-paths", *(f"{name}={path}" for name, path in tiny_model.adapters.items())]
     command += ["--max-loras-per-batch", "4", "--port", str(port), "--enable-cache-report"]
+    command += shlex.split(os.environ.get(SERVER_ARGS, ""))
     root = Path(__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     with log.open("wb") as output:

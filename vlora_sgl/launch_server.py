@@ -30,9 +30,10 @@ def prepare(argv: Sequence[str]) -> Any:
     if not has_accelerator():
         processes.fork_from_here()
     processes.import_engine()
-    from vlora_sgl import _sgl
+    from vlora_sgl import _sgl, plugin
     from vlora_sgl.defaults import command_line_defaults
 
+    plugin.verify()
     server_args = _sgl.prepare_server_args([*command_line_defaults(rest), *rest])
     refuse_unsupported(server_args)
     return server_args

@@ -91,9 +91,7 @@ def verify() -> None:
     for name, ours in WRAPPED.items():
         wrapper: Any = pkgutil.resolve_name(_dotted(name))
         if not hasattr(wrapper, "__wrapped__"):
-            raise ContractError(
-                f"{_dotted(name)} is not wrapped by {ours}; this process would serve without vlora_sgl"
-            )
+            raise ContractError(f"{_dotted(name)} is not wrapped by {ours}; this process would serve without it")
 
 
 def _dotted(name: str) -> str:

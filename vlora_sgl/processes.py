@@ -11,11 +11,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing import forkserver
 from typing import Any
 
 from vlora_sgl import imports, quiet
+from vlora_sgl.errors import VLoraError
 
 PRELOADED = ("vlora_sgl.preload",)
 
@@ -77,10 +79,13 @@ def pass_failures_on() -> None:
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """The scheduler process: ours in place, checked, then SGLang's entry."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    import_engine()
-    from vlora_sgl import _sgl, plugin
+    try:
+        import_engine()
+        from vlora_sgl import _sgl, plugin
 
-    plugin.verify()
+        plugin.verify()
+    except VLoraError as error:
+        sys.exit(f"vlora_sgl: {error}")
     _sgl.run_scheduler_process(*args, **kwargs)
 
 

@@ -2,20 +2,189 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
+import requests
+from PIL import Image
 
 from tests.conftest import Server
+from tests.reference import Reference
 
 pytestmark = pytest.mark.e2e
 
-PROMPT = "<|im_start|>user\nHow many objects are there?<|im_end|>\n<|im_start|>assistant\n"
+QUESTION = "How many objects are there?"
 MIXED = [None, "A", "B", "A"]
 
 
-def test_mixed_batch_equals_single_runs(server: Server) -> None:
+def prompt(*turns: str, image: bool = False) -> str:
+    """The chat template's text for turns that begin with the user; the image goes into the first."""
+    parts = []
+    for position, turn in enumerate(turns):
+        seen = "<|vision_start|><|image_pad|><|vision_end|>" if image and position == 0 else ""
+        parts.append(f"<|im_start|>{('user', 'assistant')[position % 2]}\n{seen}{turn}<|im_end|>\n")
+    return "".join(parts) + "<|im_start|>assistant\n"
+
+
+def picture(seed: int) -> Image.Image:
+    """A 112x112 image of soft random blobs."""
+    noise = np.random.default_rng(seed).integers(0, 255, (7, 7, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize((112, 112), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.fixture(scope="module")
+def reference(server: Server) -> Reference:
+    return Reference(server.model.path, server.model.adapters)
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["text", "image"])
+def test_mixed_batch_equals_single_runs_and_peft(server: Server, reference: Reference, seen: bool) -> None:
+    text, image = prompt(QUESTION, image=seen), picture(1)
+    data = {"image_data": encoded(image)} if seen else {}
+    expected = {name: reference.generate(text, name, image if seen else None) for name in (None, "A", "B")}
+    assert len({tuple(ids) for ids in expected.values()}) == 3, "the adapters must change the answer"
+
     server.flush()
-    singles = {name: server.generate(text=PROMPT, lora_path=name)["output_ids"] for name in (None, "A", "B")}
-    assert len({tuple(ids) for ids in singles.values()}) == 3, "the adapters must change the answer"
+    singles = {name: server.generate(text=text, lora_path=name, **data)["output_ids"] for name in expected}
+    assert singles == expected
+
     server.flush()
-    batch = server.generate(text=[PROMPT] * len(MIXED), lora_path=MIXED)
-    assert [row["output_ids"] for row in batch] == [singles[name] for name in MIXED]
+    batch = {key: [value] * len(MIXED) for key, value in data.items()}
+    rows = server.generate(text=[text] * len(MIXED), lora_path=MIXED, **batch)
+    assert [row["output_ids"] for row in rows] == [expected[name] for name in MIXED]
+    assert [row["meta_info"]["vlora"]["adapter"] for row in rows] == MIXED
+
+
+def test_second_round_about_an_image_finds_it_cached(server: Server, reference: Reference) -> None:
+    server.flush()
+    first, image = prompt(QUESTION, image=True), picture(2)
+    total, image_tokens = reference.prompt_tokens(first, image)
+    assert 0 < image_tokens < total
+    answer = server.generate(text=first, image_data=encoded(image), lora_path="A")
+    assert answer["meta_info"]["cached_tokens"] == 0
+
+    second = prompt(QUESTION, answer["text"], "Is there a cat?", image=True)
+    again = server.generate(text=second, image_data=encoded(image), lora_path="A")
+    assert again["meta_info"]["cached_tokens"] >= total - 1
+    assert again["output_ids"] == reference.generate(second, "A", image)
+
+    other = server.generate(text=second, image_data=encoded(image), lora_path="B")
+    assert other["meta_info"]["cached_tokens"] == 0
+    assert other["output_ids"] == reference.generate(second, "B", image)
+
+
+def test_openai_client_picks_the_adapter_by_every_name(server: Server) -> None:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    base = next(model.id for model in client.models.list() if model.id not in server.adapters)
+
+    def ask(model: str, **extra: Any) -> Any:
+        return client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": QUESTION}],
+            temperature=0,
+            max_tokens=12,
+            extra_body={"ignore_eos": True, **extra},
+        )
+
+    answers = {model: ask(model).choices[0].message.content for model in (base, "A", "B")}
+    assert len(set(answers.values())) == 3
+    assert ask(f"{base}:A").choices[0].message.content == answers["A"]
+    assert ask(base, lora_path="B").choices[0].message.content == answers["B"]
+    assert ask("A").model == "A"
+
+
+def test_sglang_client_runs_unchanged(server: Server) -> None:
+    import sglang
+
+    @sglang.function
+    def program(s: Any) -> None:
+        s += sglang.user(QUESTION)
+        s += sglang.assistant(sglang.gen("answer", max_tokens=8, ignore_eos=True))
+
+    state = program.run(backend=sglang.RuntimeEndpoint(server.url), temperature=0)
+    assert state["answer"]
+
+
+def unknown_by_path(server: Server) -> requests.Response:
+    return post(server, "generate", text=QUESTION, lora_path="C")
+
+
+def unknown_after_colon(server: Server) -> requests.Response:
+    return post(server, "v1/chat/completions", model=f"{server.model.path}:C", messages=messages(QUESTION))
+
+
+def unknown_model(server: Server) -> requests.Response:
+    return post(server, "v1/completions", model="C", prompt=QUESTION)
+
+
+def post(server: Server, route: str, **body: Any) -> requests.Response:
+    return requests.post(f"{server.url}/{route}", json=body, timeout=60)
+
+
+def messages(*content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": part} for part in content]
+
+
+@pytest.mark.parametrize("ask", [unknown_by_path, unknown_after_colon, unknown_model])
+def test_unknown_adapter_is_a_404_that_lists_the_loaded(
+    server: Server, ask: Callable[[Server], requests.Response]
+) -> None:
+    response = ask(server)
+    assert response.status_code == 404
+    assert "no adapter named 'C'; loaded: A, B" in response.text
+
+
+def test_broken_image_is_refused(server: Server) -> None:
+    broken = base64.b64encode(b"not an image").decode()
+    response = post(server, "generate", text=prompt(QUESTION, image=True), image_data=broken)
+    assert 400 <= response.status_code < 500
+    assert "image" in response.text
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{broken}"}}
+    response = post(server, "v1/chat/completions", model="default", messages=messages([url]))
+    assert 400 <= response.status_code < 500
+    assert "image" in response.text
+    assert server.generate(text=QUESTION)["output_ids"]
+
+
+def test_prompt_over_the_context_is_refused(server: Server) -> None:
+    response = post(server, "generate", text="cat " * 4000)
+    assert response.status_code == 400
+    assert "context length (2048 tokens)" in response.text
+    assert server.generate(text=QUESTION)["output_ids"]
+
+
+def test_adapter_directory_without_config_is_refused(server: Server, tmp_path: Path) -> None:
+    shutil.copy(server.model.adapters["A"] / "adapter_model.safetensors", tmp_path)
+    response = post(server, "load_lora_adapter", lora_name="D", lora_path=str(tmp_path))
+    assert response.status_code == 400
+    assert "adapter_config.json" in response.text
+    assert server.generate(text=QUESTION, lora_path="A")["output_ids"]
+
+
+def test_server_says_what_runs(server: Server) -> None:
+    info = requests.get(f"{server.url}/server_info", timeout=60).json()
+    ours = info["internal_states"][0]["vlora"]
+    assert ours["scheduler"] == "VLoraScheduler"
+    assert ours["mode"] == "auto"
+
+
+def test_a_start_prints_what_a_user_needs(server: Server) -> None:
+    text = server.log.read_text()
+    assert f"vlora_sgl: serving {server.model.path} on {server.url} (adapters: A, B)" in text
+    before, _, _ = text.partition("vlora_sgl: serving")
+    for noise in ("Traceback", "Warning", "Ignore import error", "torchcodec"):
+        assert noise not in before, before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import HTTPException
@@ -40,7 +40,10 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         return await super()._tokenize_one_request(obj)
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """SGLang's answers. What we say of a request travels as its first token's info; show it as one value."""
+        """SGLang's answers. What we say of a request travels as its first token's info; show it as one value.
+
+        ``meta_info["vlora"]["adapter"]`` says which adapter served.
+        """
         async for out in super().generate_request(obj, request):
             for one in out if isinstance(out, list) else (out,):
                 meta_info = one.get("meta_info", {})
@@ -50,6 +53,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
                         meta_info[key] = value
                 if HEAD_KEY in meta_info:
                     one["text"] = answer_text(meta_info[HEAD_KEY])  # the sampled token means nothing
+            name_adapters(out, obj.lora_path)
             yield out
 
     async def _validate_and_resolve_lora(self, obj: Any) -> None:
@@ -76,6 +80,17 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
             if name is not None and name not in known and name not in self.lora_ref_cache:
                 raise UnknownAdapterResponse(name, known)
         await super()._resolve_lora_path(obj)
+
+
+def name_adapters(output: Any, names: str | Sequence[str | None] | None) -> None:
+    """Write the adapter's name into one answer, or into each of a batch's answers, in place."""
+    answers = output if isinstance(output, list) else [output]
+    for position, answer in enumerate(answers):
+        index = answer.get("index", position)
+        served = names[index] if isinstance(names, list) and index < len(names) else names
+        ours = answer.get("meta_info", {}).setdefault("vlora", {})
+        if isinstance(ours, dict):
+            ours["adapter"] = served
 
 
 def resolve_model_name(original: Any, self: Any, request_model: str, explicit_lora_path: Any) -> Any:

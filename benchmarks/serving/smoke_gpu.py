@@ -1,0 +1,53 @@
+"""The end-to-end checks on a GPU, with CUDA graphs: ``python -m benchmarks.serving.smoke_gpu``.
+
+Runs tests/e2e/test_serving.py against a server with triton attention and decode graphs: every row of a mixed batch
+(base, A, B, A) must have the greedy tokens of its single run, equal to transformers + PEFT in float32 on the CPU.
+Takes about two minutes. Prints the card, the versions and the seconds; exits with pytest's status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from vlora_sgl._sgl import SGLANG_VERSION
+
+SERVER_FLAGS = (
+    "--dtype float32 --attention-backend {attention} --mm-attention-backend triton_attn --sampling-backend pytorch "
+    "--disable-fast-image-processor --cuda-graph-bs-decode 1 2 4 --mem-fraction-static 0.3 --max-total-tokens 65536"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks. Returns pytest's exit status, or 2 on a machine without CUDA."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention-backend", default="triton", choices=("triton", "flashinfer"))
+    parser.add_argument("--server-flags", default="", help="more flags for the server, in one string")
+    parser.add_argument("--select", default="", help="pytest's -k: which of the checks to run")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run")
+    options = parser.parse_args(argv)
+    flags = f"{SERVER_FLAGS.format(attention=options.attention_backend)} {options.server_flags}".strip()
+    # A GPU machine may lack pytest's plugins that pyproject.toml's options ask for.
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "tests/e2e/test_serving.py"]
+    command += ["-k", options.select] if options.select else []
+    if options.dry_run:
+        print(f"VLORA_TEST_SERVER_ARGS={flags!r}", *command)
+        return 0
+    if not torch.cuda.is_available():
+        print("no CUDA device", file=sys.stderr)
+        return 2
+    print(f"card {torch.cuda.get_device_name()}, torch {torch.__version__}, sglang {SGLANG_VERSION}", flush=True)
+    start = time.perf_counter()
+    status = subprocess.run(command, env={**os.environ, "VLORA_TEST_SERVER_ARGS": flags}).returncode
+    print(f"status {status} after {time.perf_counter() - start:.0f} s (server start included)")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

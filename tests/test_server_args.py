@@ -1,0 +1,113 @@
+"""Our own settings: one dataclass, its command line, and what of SGLang's we refuse."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vlora_sgl import defaults
+from vlora_sgl.errors import ConfigError
+from vlora_sgl.server_args import (
+    ENVIRONMENT_VARIABLE,
+    UNSUPPORTED,
+    VLoraArgs,
+    option_string,
+    refuse_unsupported,
+    split_argv,
+)
+
+
+def test_our_flags_leave_the_rest_in_order() -> None:
+    ours, rest = split_argv(["--port", "1", "--vlora-mode", "mixture", "--adapter-root", "a", "--tp", "2"])
+    assert (ours.mode, ours.adapter_root) == ("mixture", ("a",))
+    assert rest == ["--port", "1", "--tp", "2"]
+
+
+def test_a_repeated_flag_collects_and_the_default_stays_empty() -> None:
+    assert split_argv(["--adapter-root", "a", "--adapter-root", "b"])[0].adapter_root == ("a", "b")
+    assert split_argv([])[0] == VLoraArgs()
+
+
+def test_a_flag_is_not_guessed_from_its_beginning() -> None:
+    assert split_argv(["--vlora-mod", "merged"])[1] == ["--vlora-mod", "merged"]
+
+
+def test_settings_survive_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    settings = VLoraArgs(mode="merged", policy="cost", merge_copy="host", adapter_root=("a", "b"))
+    settings.to_environment()
+    assert VLoraArgs.from_environment() == settings
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"nobody": 1}', "[1]"])
+def test_a_foreign_environment_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=ENVIRONMENT_VARIABLE):
+        VLoraArgs.from_environment({ENVIRONMENT_VARIABLE: text})
+
+
+def test_a_wrong_value_names_its_flag_and_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"--vlora-mode must be one of auto, unmerged, merged, mixture; got 'fast'"):
+        VLoraArgs(mode="fast")
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        VLoraArgs().mode = "merged"  # type: ignore[misc]
+
+
+def test_help_has_every_flag_in_a_group_of_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    VLoraArgs.add_cli_args(parser)
+    text = parser.format_help().partition("vlora_sgl:")[2]
+    for item in dataclasses.fields(VLoraArgs):
+        assert option_string(item) in text
+
+
+def sglang_settings(**changed: Any) -> SimpleNamespace:
+    fine: dict[str, Any] = {name: value for name, value, _ in UNSUPPORTED}
+    return SimpleNamespace(**{**fine, "speculative_algorithm": None, **changed})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pp_size", 2),
+        ("disaggregation_mode", "prefill"),
+        ("tokenizer_worker_num", 2),
+        ("use_ray", True),
+        ("enable_dp_attention", True),
+        ("speculative_algorithm", "EAGLE"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}={value}"):
+        refuse_unsupported(sglang_settings(**{name: value}))
+
+
+@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+def test_what_works_is_let_through(algorithm: str | None) -> None:
+    refuse_unsupported(sglang_settings(speculative_algorithm=algorithm))
+
+
+def test_the_rust_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(ConfigError, match="SGLANG_RUST_SERVER"):
+        refuse_unsupported(sglang_settings())
+
+
+def test_defaults_give_way_to_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "is_plain_cpu", lambda: True)
+    flags = defaults.command_line_defaults(["--dtype=bfloat16", "--attention-backend", "triton"])
+    assert "--dtype" not in flags
+    assert "--attention-backend" not in flags
+    assert flags[flags.index("--device") + 1] == "cpu"
+    assert "--disable-fast-image-processor" in flags
+
+
+def test_an_accelerator_gets_no_cpu_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "is_plain_cpu", lambda: False)
+    assert not set(defaults.engine_defaults()) & set(defaults.CPU_DEFAULTS)
