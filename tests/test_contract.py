@@ -57,14 +57,14 @@ def test_install_puts_ours_in_place_and_verify_notices_a_missing_seam() -> None:
     code = """
 from vlora_sgl import _sgl, plugin
 from vlora_sgl.errors import ContractError
-original = _sgl.Scheduler
+originals = [_sgl.Scheduler]  # in a list, because SGLang rewrites plain module-level bindings
 plugin.install()
 plugin.install()
 plugin.verify()
 import sglang.srt.managers.scheduler as scheduler
 assert scheduler.Scheduler.__name__ == "VLoraScheduler"
 for module, name, value in (
-    (scheduler, "Scheduler", original),
+    (scheduler, "Scheduler", originals[0]),
     (_sgl.OpenAIServingBase, "_resolve_lora_path", lambda self, request_model, explicit_lora_path: None),
 ):
     ours = module.__dict__[name]
