@@ -85,10 +85,13 @@ class Reference:
         inputs = self.processor(text=[prompt], images=[image], return_tensors="pt")
         ids = inputs["input_ids"]
         fork = int((ids[0] == peft.config.image_token_id).nonzero().max()) + 1
-        positions, _ = peft.base_model.model.model.get_rope_index(ids, image_grid_thw=inputs["image_grid_thw"])
+        shown = (ids == peft.config.image_token_id).int()
+        positions, _ = peft.base_model.model.model.get_rope_index(
+            ids, mm_token_type_ids=shown, image_grid_thw=inputs["image_grid_thw"]
+        )
         with torch.no_grad():
             with peft.disable_adapter():
-                first = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+                first = {key: inputs[key] for key in ("pixel_values", "image_grid_thw")}
                 state = peft(input_ids=ids[:, :fork], position_ids=positions[..., :fork], use_cache=True, **first)
             out: list[int] = []
             step, where = ids[:, fork:], positions[..., fork:]

@@ -66,18 +66,9 @@ class DescribedLoRAManager(VLoraManager):
         digest = content_digest(self.loras[lora_ref.lora_id], description)
         self.described[lora_ref.lora_id] = DescribedAdapter(description, heads, digest)
 
-    def validate_lora_batch(self, lora_ids: set[str | None]) -> bool:
-        """SGLang's: whether these fit the slots; an adapter that activates later brings the base model along."""
-        activated = any(uid is not None and self.described[uid].description.activation for uid in lora_ids)
-        return super().validate_lora_batch(lora_ids | {None} if activated else lora_ids)
-
-    def fetch_new_loras(self, new_loras: set[str | None], running_loras: Any = None) -> None:
-        """SGLang's, with the base model among them when rows of an adapter run on it."""
-        super().fetch_new_loras(new_loras | {None} if any(self.forks) else new_loras, running_loras)
-
     def prepare_lora_batch(self, forward_batch: Any) -> None:
         """SGLang's, over rows split at their forks."""
-        if len(self.forks) == len(forward_batch.lora_ids):
+        if self.forks:
             forward_batch = split_batch(forward_batch, self.forks)
         super().prepare_lora_batch(forward_batch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from vlora_sgl.core import AdapterId
 from vlora_sgl.managers.radix_cache import NEVER, AdapterContent, CacheIdentity, VLoraRadixCache, image_spans
 
 WORTH_WAITING = 32
@@ -50,12 +51,20 @@ class PrefixReuse(Base):
                 self._measure(req)
         return plan
 
-    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
-        """SGLang's, after telling the LoRA manager where each row's adapter starts."""
-        if self.lora_manager is not None:
-            prefill = batch.forward_mode.is_extend()  # decoding is behind every fork
-            self.lora_manager.forks = [getattr(r.extra_key, "fork", 0) for r in batch.reqs] if prefill else []
-        return super().run_batch(batch, pp_proxy_tensors)
+    def place_forks(self, batch: Any) -> list[AdapterId]:
+        """Tell the LoRA manager where each row's adapter starts; return all that the batch runs, the base if it does.
+
+        A batch of one adapter with a fork inside is no batch of one adapter: a folded adapter must be taken out of the
+        rows before the fork.
+        """
+        adapters = [req.lora_id for req in batch.reqs]
+        self.lora_manager.forks = []
+        if batch.forward_mode.is_extend():  # decoding is behind every fork
+            forks = [getattr(req.extra_key, "fork", 0) for req in batch.reqs]
+            self.lora_manager.forks = forks
+            if any(start < fork for start, fork in zip(batch.prefix_lens, forks, strict=True)):
+                adapters.append(None)
+        return adapters
 
     def _in_flight(self) -> list[Any]:
         """Requests whose prefill is under way, so that their KV is not in the tree yet."""

@@ -46,7 +46,7 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
         if manager is None or batch.forward_mode.is_idle():
             return super().run_batch(batch, pp_proxy_tensors)
         # The manager's word counts: it runs unmerged what it cannot fold.
-        plan = manager.set_plan(self.plan(batch), [req.lora_id for req in batch.reqs])
+        plan = manager.set_plan(self.plan(batch), self.place_forks(batch))
         self.batches_by_mode[plan.mode] += 1
         result = super().run_batch(batch, pp_proxy_tensors)
         trace_mode(batch, result, plan)
