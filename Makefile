@@ -11,6 +11,8 @@ $(CURDIR)/.uv/bin/uv:
 
 .venv/.locked: pyproject.toml uv.lock | $(if $(findstring .uv,$(UV)),$(CURDIR)/.uv/bin/uv)
 	$(UV) sync --frozen --quiet --extra dev
+	@# One import of the engine writes its bytecode; without it every start compiles 6,000 files (docs/startup.md).
+	@env -u PYTHONDONTWRITEBYTECODE $(PY) -W ignore -m vlora_sgl.preload >/dev/null 2>&1 || true
 	@touch $@
 
 setup: .venv/.locked ## set up .venv (reused while uv.lock is unchanged)

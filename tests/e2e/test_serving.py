@@ -16,6 +16,7 @@ from PIL import Image
 
 from tests.conftest import Server
 from tests.reference import Reference
+from vlora_sgl.platforms.cpu import is_plain_cpu
 
 pytestmark = pytest.mark.e2e
 
@@ -182,6 +183,7 @@ def test_server_says_what_runs(server: Server) -> None:
     assert ours["mode"] == "auto"
 
 
+@pytest.mark.skipif(not is_plain_cpu(), reason="on a GPU SGLang's capture and kernels speak for themselves")
 def test_a_start_prints_what_a_user_needs(server: Server) -> None:
     text = server.log.read_text()
     assert f"vlora_sgl: serving {server.model.path} on {server.url} (adapters: A, B)" in text
