@@ -11,6 +11,7 @@ from vlora_sgl.platforms.cpu import is_plain_cpu
 COMMON_DEFAULTS: dict[str, Any] = {
     "enable_multimodal": True,
     "radix_cache_backend": "vlora",
+    "lora_backend": "atmm",
     "log_level": "warning",
 }
 # On a plain CPU SGLang's own defaults ask for kernels that are not there, or for CUDA.
@@ -20,7 +21,6 @@ CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "llguidance",  # xgrammar's masks pin memory and have no CPU operator: a regex ends the server
-    "lora_backend": "torch_native",
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "disable_fast_image_processor": True,  # the fast one moves images to CUDA

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+from functools import partial
 from typing import Any
 
 from vlora_sgl import _sgl
@@ -39,6 +40,8 @@ WRAPPED: dict[str, str] = {
 RADIX_CACHES: dict[str, str] = {
     "vlora": "vlora_sgl.managers.radix_cache:create_radix_cache",
 }
+# Name of a LoRA backend of ours -> its class.
+LORA_BACKENDS: dict[str, str] = {"atmm": "vlora_sgl.lora.backend:AtmmBackend"}
 
 CPU_PLATFORM = "TorchCpuPlatform"
 
@@ -68,6 +71,9 @@ def install() -> None:
         raise ContractError(
             f"SGLang's platform is {platform}, expected {CPU_PLATFORM}: is vlora_sgl installed, SGLANG_PLATFORM unset?"
         )
+    for name, ours in LORA_BACKENDS.items():
+        _sgl.register_lora_backend(name)(partial(pkgutil.resolve_name, ours))
+        _sgl.LORA_BACKEND_CHOICES.append(name)
     registry, kinds = _sgl.HookRegistry, _sgl.HookType
     for name, ours in REPLACEMENTS.items():
         registry.register(_dotted(name), pkgutil.resolve_name(ours), kinds.REPLACE)

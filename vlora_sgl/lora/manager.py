@@ -19,6 +19,7 @@ from vlora_sgl import _sgl
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, row_pairs
 from vlora_sgl.errors import ConfigError, UnknownAdapterError
 from vlora_sgl.kernels.merge import FoldTarget, MergeTable
+from vlora_sgl.lora.layers import wrap_layer
 from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 from vlora_sgl.server_args import VLoraArgs
 
@@ -315,6 +316,14 @@ class VLoraManager(_sgl.LoRAManager):
             self.plan = BatchPlan(requests=(), mode=InferenceMode.UNMERGED)
         self._refused.pop(lora_ref.lora_id, None)
         return super()._unload_lora_adapter(lora_ref)
+
+    def set_lora_module(self, module_name: str, module: Any) -> Any:
+        """Wrap one module; for ATMM with the layers that compute base and adapters together."""
+        if not self._routed:
+            return super().set_lora_module(module_name, module)
+        wrapped = wrap_layer(module, self.lora_backend)
+        _sgl.replace_submodule(self.base_model, module_name, wrapped)
+        return wrapped
 
     def init_lora_modules(self) -> None:
         """Wrap the language model's modules, and no vision tower's by accident."""

@@ -61,9 +61,9 @@ def check_groups(groups: Sequence[Group], rows: int, ranks: Sequence[int]) -> No
     Raises:
         ValueError: a slot that is out of range or holds no adapter, or groups that do not cover every row once.
     """
-    covered = np.zeros(rows, dtype=np.int64)
-    for numbers, pairs in groups:
-        np.add.at(covered, numbers, 1)
+    named = [numbers for numbers, _ in groups]
+    covered = np.bincount(np.concatenate(named) if named else [], minlength=rows)
+    for _, pairs in groups:
         for slot, _ in pairs:
             if not 0 <= slot < len(ranks):
                 raise ValueError(f"slot {slot} is out of range, the pool has {len(ranks)}")

@@ -1,0 +1,109 @@
+"""Rows to routing tables, and the backend's static tables against fresh ones."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from vlora_sgl.kernels.atmm import atmm_reference
+from vlora_sgl.lora.routing import groups_of, runs_of, segments_of
+
+SLOTS = {"x": 0, "y": 1, "m": 2}.__getitem__
+
+
+@pytest.mark.parametrize(
+    ("merged", "expected"),
+    [
+        (None, [(0, 3, ((0, 1.0),)), (3, 4, ()), (4, 6, ((2, 1.0),))]),
+        ("m", [(0, 3, ((0, 1.0), (2, -1.0))), (3, 4, ((2, -1.0),)), (4, 6, ())]),
+    ],
+    ids=["unmerged", "mixture"],
+)
+def test_segments_follow_the_mode(merged, expected):
+    found = segments_of(["x", None, "m"], [3, 1, 2], merged, SLOTS)
+    assert [(s.start, s.end, s.pairs) for s in found] == expected
+
+
+def test_rows_before_an_adapters_activation_run_as_base_rows():
+    found = segments_of(["x", "y"], [5, 2], None, SLOTS, forks=[3, 0])
+    assert [(s.start, s.end, s.pairs) for s in found] == [(0, 3, ()), (3, 5, ((0, 1.0),)), (5, 7, ((1, 1.0),))]
+
+
+def test_an_adapter_without_a_slot_is_an_error():
+    with pytest.raises(KeyError):
+        segments_of(["gone"], [1], None, SLOTS)
+
+
+def test_groups_gather_rows_of_the_same_pairs():
+    runs = runs_of(segments_of(["x", "y", "x", None], [1, 2, 1, 1], None, SLOTS))
+    groups, rows = groups_of(runs)
+    assert rows == 5
+    assert {pairs: list(numbers) for numbers, pairs in groups} == {((0, 1.0),): [0, 3], ((1, 1.0),): [1, 2], (): [4]}
+
+
+@pytest.fixture
+def backend():
+    from vlora_sgl.lora.backend import AtmmBackend
+
+    return AtmmBackend(max_loras_per_batch=4, device="cpu", server_args=None)
+
+
+def batch(lengths, extend=True):
+    mode = types.SimpleNamespace(is_extend=lambda: extend)
+    return types.SimpleNamespace(forward_mode=mode, extend_seq_lens_cpu=lengths, batch_size=len(lengths))
+
+
+def test_backend_applies_each_requests_adapter(backend):
+    torch.manual_seed(0)
+    ranks, scalings = [4, 0, 2, 3], [0.5, 0.0, 2.0, 1.0]
+    a, b = torch.randn(4, 2 * 4, 10), torch.randn(4, 12, 4)
+    x, w, offsets = torch.randn(6, 10), torch.randn(12, 10), (0, 5, 12)
+    backend.prepare_lora_batch(batch([2, 3, 1]), [0, 1, 3], ranks, scalings)
+    out = backend.linear(x, w, None, a, b, offsets)
+    rows = np.arange(6, dtype=np.int32)
+    groups = [(rows[:2], ((0, 1.0),)), (rows[5:], ((3, 1.0),))]
+    exact = atmm_reference(x.double() @ w.double().T, x, a, b, groups, ranks, scalings, offsets)
+    assert torch.allclose(out.double(), exact, atol=1e-4) and not torch.allclose(out, x @ w.T, atol=0.1)
+    assert torch.equal(out[2:5], (x @ w.T)[2:5])
+
+
+def test_a_routed_slot_without_an_adapter_is_refused(backend):
+    with pytest.raises(ValueError, match="slot 1 is routed to but holds no adapter"):
+        backend.prepare_lora_batch(batch([1]), (), [4, 0, 0, 0], [1.0] * 4, runs=[(((1, 1.0),), 1)])
+
+
+@pytest.mark.parametrize("rows", [5, 64, 70])
+def test_graph_tables_hold_what_fresh_tables_hold_and_forget_the_batch_before(rows):
+    from vlora_sgl.kernels.atmm import make_routing
+    from vlora_sgl.lora.backend import GraphTables
+
+    ranks, scalings = [4, 8, 2, 0], [0.5, 1.0, 2.0, 0.0]
+    tables = GraphTables(96, 4, torch.device("cpu"))
+    tables.refresh([(((0, 1.0), (1, -1.0)), 96)], ranks, scalings)
+    runs = [(((0, 1.0), (2, -1.0)), 2), ((), 1), (((1, 1.0),), rows - 3)]
+    view = tables.refresh(runs, ranks, scalings)
+    groups, _ = groups_of(runs)
+    fresh = make_routing(groups, rows, ranks, scalings, "cpu")
+    assert view.ranks.tolist() == ranks
+    if rows <= 64:
+        count = int(fresh.active[0])
+        assert torch.equal(view.active[: 1 + count], fresh.active[: 1 + count])
+        assert torch.equal(view.gates, fresh.gates)
+        assert not tables.routing(64).gates[rows:].any()
+    else:
+        count = len(fresh.tile_rows)
+        assert int(view.n_tiles) >= count
+        assert torch.equal(view.tile_rows[:count], fresh.tile_rows)
+        assert torch.equal(view.tile_slots[:count, : fresh.tile_slots.shape[1]], fresh.tile_slots)
+        padded = view.tile_rows[count : int(view.n_tiles)]
+        assert sorted(padded[padded >= 0].tolist()) == list(range(rows, 96))
+
+
+def test_what_it_does_not_serve_is_refused_by_name(backend):
+    from vlora_sgl.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="csgmv"):
+        backend.is_moe_lora = True
+    with pytest.raises(ConfigError, match="lm_head"):
+        backend.run_lora_a_sgemm(torch.zeros(1, 1), torch.zeros(1, 1, 1))

@@ -1,0 +1,254 @@
+"""SGLang's LoRA backend ``atmm``: keeps the batch's routing and runs the operator for the layers of ``lora.layers``.
+
+Decode graphs read their routing from tensors allocated once; ``prepare_lora_batch`` refreshes them in place with one
+copy, so a replay allocates nothing and never waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlora_sgl import _sgl
+from vlora_sgl.errors import ConfigError
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm, atmm_linear, make_routing
+from vlora_sgl.kernels.atmm.launch import library_linear
+from vlora_sgl.kernels.atmm.routing import check_groups, dense_tables, grouped_tables
+from vlora_sgl.lora.routing import Run, groups_of
+
+GRAPH_TILE_ROWS = 64
+GRAPH_PAIRS = 2
+_ALIGN = 16  # 4-byte words: each table of the shared buffer starts at a 64-byte boundary
+
+
+@dataclass(slots=True)
+class Batch:
+    """What SGLang's layers look at (``batch_info``): present while a batch needs its adapters.
+
+    Attributes:
+        routing: the operator's tables.
+        in_graph: whether a captured graph will read them, so that no launch may be left out for want of adapters.
+        has_active_lora: set and read by SGLang.
+    """
+
+    routing: Routing
+    in_graph: bool
+    has_active_lora: bool = False
+
+
+class GraphTables:
+    """Routing tables at fixed addresses, for every batch size up to ``max_rows``, refreshed by one copy.
+
+    The words of all tables lie in one int32 buffer: ranks, the list of active slots, and either the gate table (dense
+    kernels) or the row tiles (grouped kernels, more rows).
+    """
+
+    def __init__(self, max_rows: int, slots: int, device: torch.device) -> None:
+        self.slots, self.max_rows, self.device = slots, max_rows, device
+        dense_rows = min(max_rows, DENSE_MAX_ROWS)
+        # Every tile but each group's last is full; a group is a slot tuple: each slot's own, or base rows.
+        self.max_tiles = 0 if max_rows <= DENSE_MAX_ROWS else 2 * slots + 1 + max_rows // GRAPH_TILE_ROWS
+        sizes = {
+            "ranks": slots,
+            "active": 1 + slots,
+            "gates": dense_rows * slots,
+            "n_tiles": 1,
+            "tile_rows": self.max_tiles * GRAPH_TILE_ROWS,
+            "tile_slots": self.max_tiles * GRAPH_PAIRS,
+            "tile_gates": self.max_tiles * GRAPH_PAIRS * GRAPH_TILE_ROWS,
+        }
+        self.at: dict[str, slice] = {}
+        end = 0
+        for name, size in sizes.items():
+            self.at[name] = slice(end, end + size)
+            end = -(-(end + size) // _ALIGN) * _ALIGN
+        self.buffer = torch.zeros(end, dtype=torch.int32, device=device)
+
+    def routing(self, rows: int) -> Routing:
+        """The tables as a captured launch of ``rows`` rows sees them."""
+        words, at = self.buffer, self.at
+        view = Routing(rows, self.slots, [], words[at["ranks"]])
+        if rows <= DENSE_MAX_ROWS:
+            view.active = words[at["active"]]
+            view.gates = words[at["gates"]].view(torch.float32).view(-1, self.slots)[:rows]
+        else:
+            view.n_tiles = words[at["n_tiles"]]
+            view.tile_rows = words[at["tile_rows"]].view(-1, GRAPH_TILE_ROWS)
+            view.tile_slots = words[at["tile_slots"]].view(-1, GRAPH_PAIRS)
+            view.tile_gates = words[at["tile_gates"]].view(torch.float32).view(-1, GRAPH_PAIRS, GRAPH_TILE_ROWS)
+        return view
+
+    def refresh(self, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float]) -> Routing:
+        """Write a batch's routing; rows past it (padding of the graph) become base rows.
+
+        Raises:
+            ConfigError: more slots per row or more slot tuples than the tables were sized for.
+            ValueError: as ``check_groups``.
+        """
+        groups, rows = groups_of(runs)
+        check_groups(groups, rows, ranks)
+        host = np.zeros(len(self.buffer), dtype=np.int32)
+        host[self.at["ranks"]] = ranks
+        # A batch may be padded up to a graph of either family, so both tables are filled where both exist.
+        if rows <= DENSE_MAX_ROWS:
+            gates, active = dense_tables(groups, rows, scalings)
+            host[self.at["active"]] = active
+            start = self.at["gates"].start
+            host[start : start + gates.size] = gates.view(np.int32).reshape(-1)
+        if self.max_tiles:
+            spare = np.arange(rows, self.max_rows, dtype=np.int32)
+            tiles, slots, gates = grouped_tables([*groups, (spare, ())], scalings, GRAPH_TILE_ROWS)
+            if len(tiles) > self.max_tiles or slots.shape[1] > GRAPH_PAIRS:
+                raise ConfigError(
+                    f"{len(tiles)} row tiles with {slots.shape[1]} slots a row exceed the graph's tables "
+                    f"({self.max_tiles}, {GRAPH_PAIRS}); lower --cuda-graph-max-bs to {DENSE_MAX_ROWS}"
+                )
+            self._put_tiles(host, tiles, slots, gates)
+        source = torch.from_numpy(host)
+        if self.device.type == "cuda":
+            source = source.pin_memory()
+        self.buffer.copy_(source, non_blocking=True)
+        return self.routing(rows)
+
+    def _put_tiles(self, host: np.ndarray, tiles: np.ndarray, slots: np.ndarray, gates: np.ndarray) -> None:
+        count, width = slots.shape
+        host[self.at["n_tiles"]] = count
+        host[self.at["tile_rows"]].reshape(-1, GRAPH_TILE_ROWS)[:count] = tiles
+        every = host[self.at["tile_slots"]].reshape(-1, GRAPH_PAIRS)
+        every[:] = -1
+        every[:count, :width] = slots
+        all_gates = host[self.at["tile_gates"]].view(np.float32).reshape(-1, GRAPH_PAIRS, GRAPH_TILE_ROWS)
+        all_gates[:count, :width] = gates
+
+
+class AtmmBackend(_sgl.BaseLoRABackend):
+    """The operator behind SGLang's interface. Adapters on embeddings, lm_head and MoE experts are refused."""
+
+    name = "atmm"
+    supports_prefill_cuda_graph = False
+
+    def __init__(self, max_loras_per_batch: int, device: torch.device, **_: Any) -> None:
+        super().__init__(max_loras_per_batch, torch.device(device))
+        self.graph_tables: GraphTables | None = None
+
+    # One batch
+
+    def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
+        """Allocate what captured decode graphs read."""
+        rows = max_bs_in_cuda_graph * num_tokens_per_req
+        self.graph_tables = GraphTables(rows, self.max_loras_per_batch, self.device)
+
+    def prepare_lora_batch(
+        self,
+        forward_batch: Any,
+        weight_indices: Sequence[int] = (),
+        lora_ranks: Sequence[int] = (),
+        scalings: Sequence[float] = (),
+        use_cuda_graph: bool = False,
+        use_prefill_cuda_graph: bool = False,
+        *,
+        runs: Sequence[Run] | None = None,
+    ) -> None:
+        """Set the routing of the forward that follows.
+
+        Args:
+            forward_batch: SGLang's batch; read only where ``runs`` is not given.
+            weight_indices: slot of every request, where ``runs`` is not given.
+            lora_ranks, scalings: per slot, 0 for slots that hold no adapter.
+            use_cuda_graph: the forward replays (or captures) a decode graph.
+            use_prefill_cuda_graph: must be false; ``supports_prefill_cuda_graph`` says so to SGLang.
+            runs: the routing, for every mode: rows in order with their (slot, weight) pairs.
+
+        Raises:
+            ValueError: a row is routed to a slot that holds no adapter.
+        """
+        assert not use_prefill_cuda_graph
+        if runs is None:
+            extend = forward_batch.forward_mode.is_extend()
+            lengths = forward_batch.extend_seq_lens_cpu if extend else [1] * forward_batch.batch_size
+            own = [((slot, 1.0),) if lora_ranks[slot] > 0 else () for slot in weight_indices]
+            runs = list(zip(own, map(int, lengths), strict=True))
+        if use_cuda_graph:
+            if self.graph_tables is None:
+                raise RuntimeError("a decode graph was announced before init_cuda_graph_batch_info")
+            routing = self.graph_tables.refresh(runs, lora_ranks, scalings)
+        else:
+            groups, rows = groups_of(runs)
+            routing = make_routing(groups, rows, lora_ranks, scalings, self.device)
+        self.batch_info = Batch(routing, use_cuda_graph)
+
+    # The operator
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """``x W^T + bias`` with this batch's adapters (see ``kernels.atmm.atmm_linear``)."""
+        batch = self.batch_info
+        if not batch.in_graph and not batch.routing.has_adapters:
+            return library_linear(x, weight, bias)
+        return atmm_linear(x, weight, bias, a, b, batch.routing, offsets)
+
+    def add(
+        self, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: Sequence[int]
+    ) -> torch.Tensor:
+        """Add this batch's adapters to a base layer's output, in place (see ``kernels.atmm.atmm``)."""
+        batch = self.batch_info
+        if not batch.in_graph and not batch.routing.has_adapters:
+            return y
+        return atmm(y, x, a, b, batch.routing, offsets)
+
+    def run_qkv_lora(
+        self,
+        x: torch.Tensor,
+        qkv_lora_a: torch.Tensor,
+        qkv_lora_b: torch.Tensor,
+        *_: Any,
+        output_offset_cpu: torch.Tensor,
+        base_output: torch.Tensor,
+        **__: Any,
+    ) -> torch.Tensor:
+        """SGLang's entry for stacked projections of unequal widths."""
+        return self.add(base_output, x, qkv_lora_a, qkv_lora_b, output_offset_cpu.tolist())
+
+    def run_gate_up_lora(
+        self,
+        x: torch.Tensor,
+        gate_up_lora_a: torch.Tensor,
+        gate_up_lora_b: torch.Tensor,
+        *_: Any,
+        output_offset_cpu: torch.Tensor,
+        base_output: torch.Tensor,
+        **__: Any,
+    ) -> torch.Tensor:
+        """SGLang's entry for gate and up."""
+        return self.add(base_output, x, gate_up_lora_a, gate_up_lora_b, output_offset_cpu.tolist())
+
+    # What it does not serve
+
+    def run_lora_a_sgemm(self, x: torch.Tensor, weights: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Reached only from layers that ``lora.layers`` does not replace: lm_head."""
+        raise ConfigError("--lora-backend atmm serves linear layers, not lm_head; use --lora-backend csgmv")
+
+    def run_lora_a_embedding(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Reached only from adapted input embeddings."""
+        raise ConfigError("--lora-backend atmm serves linear layers, not embeddings; use --lora-backend csgmv")
+
+    @property
+    def is_moe_lora(self) -> bool:
+        """SGLang sets it when it wraps expert layers."""
+        return False
+
+    @is_moe_lora.setter
+    def is_moe_lora(self, value: bool) -> None:
+        if value:
+            raise ConfigError("--lora-backend atmm does not serve adapters on MoE experts; use --lora-backend csgmv")

@@ -1,0 +1,125 @@
+"""SGLang's LoRA layers with base and adapters in one operator.
+
+Stock layers compute the base linear and then add the adapters' part. ATMM is faster where it does both (one grid for
+few rows, one pass over the output for many), so these subclasses hand it the base weight where that is a plain matrix.
+Under tensor parallelism the adapters' part joins each rank's partial result before the reduction: the same sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlora_sgl import _sgl
+from vlora_sgl.kernels.atmm.launch import MAX_PARTS
+
+
+class _Atmm:
+    """What the layers below share; ``set_lora_info`` reads the operands once."""
+
+    base_layer: Any
+    lora_backend: Any
+    lora_active: bool
+
+    def set_lora_info(self, *buffers: torch.Tensor) -> None:
+        """Take the pool's buffers, a [slots, parts * R, K] and b [slots, N, R]."""
+        super().set_lora_info(*buffers)  # type: ignore[misc]
+        self.a, self.b = buffers
+        found = getattr(self, "output_offset_cpu", None)
+        if found is None:
+            found = self._output_offset  # type: ignore[attr-defined]
+        self.offsets = tuple(found.tolist())
+        if len(self.offsets) - 1 > MAX_PARTS:
+            raise ValueError(f"{len(self.offsets) - 1} stacked projections; ATMM takes up to {MAX_PARTS}")
+        weight = getattr(self.base_layer, "weight", None)
+        self.fusible = (
+            isinstance(self.base_layer.quant_method, _sgl.UnquantizedLinearMethod)
+            and weight is not None
+            and weight.shape == (self.offsets[-1], self.a.shape[2])
+            and weight.dtype == self.a.dtype
+            and weight.is_contiguous()
+        )
+
+    def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Base and adapters: [M, N]."""
+        base, backend = self.base_layer, self.lora_backend
+        if self.fusible:
+            return backend.linear(x, base.weight, bias, self.a, self.b, self.offsets)
+        return backend.add(base.quant_method.apply(base, x, bias), x, self.a, self.b, self.offsets)
+
+    def column_forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A column-parallel or replicated linear: (output, bias that was skipped)."""
+        base = self.base_layer
+        y = self.project(x, None if base.skip_bias_add else base.bias)
+        if getattr(base, "gather_output", False):
+            y = _sgl.tensor_model_parallel_all_gather(y)
+        return y, base.bias if base.skip_bias_add else None
+
+
+class AtmmColumnLinear(_Atmm, _sgl.ColumnParallelLinearWithLoRA):
+    """One column-parallel projection."""
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        return self.column_forward(input_) if self.lora_active else super().forward(input_)
+
+
+class AtmmMergedColumnLinear(_Atmm, _sgl.MergedColumnParallelLinearWithLoRA):
+    """gate_up and other stacked column-parallel projections."""
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        return self.column_forward(input_) if self.lora_active else super().forward(input_)
+
+
+class AtmmQKVLinear(_Atmm, _sgl.QKVParallelLinearWithLoRA):
+    """q, k and v of unequal widths."""
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        return self.column_forward(input_) if self.lora_active else super().forward(input_)
+
+
+class AtmmReplicatedLinear(_Atmm, _sgl.ReplicatedLinearWithLoRA):
+    """A linear that every rank holds whole."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.column_forward(x) if self.lora_active else super().forward(x)
+
+
+class AtmmRowLinear(_Atmm, _sgl.RowParallelLinearWithLoRA):
+    """o_proj and down_proj."""
+
+    def forward(self, input_: torch.Tensor, skip_all_reduce: bool = False, forward_batch: Any = None) -> Any:
+        base = self.base_layer
+        if not self.lora_active or not base.input_is_parallel:
+            return super().forward(input_, skip_all_reduce, forward_batch)
+        y = self.project(input_, None if base.tp_rank > 0 or base.skip_bias_add else base.bias)
+        reduce = base.reduce_results and base.tp_size > 1 and not skip_all_reduce
+        if reduce and not _sgl.should_skip_mlp_all_reduce():
+            group = _sgl.get_parallel().attn_tp_group if base.use_dp_attention_reduce else None
+            y = group.all_reduce(y) if group is not None else _sgl.tensor_model_parallel_all_reduce(y)
+        return y, base.bias if base.skip_bias_add else None
+
+    def apply_lora(self, base_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """For inputs that the stock forward splits first."""
+        return self.lora_backend.add(base_output, x, self.a, self.b, self.offsets)
+
+
+def layer_class(layer: nn.Module) -> type[nn.Module] | None:
+    """Our class for a linear of SGLang's, or ``None`` where the stock one is to be used (embeddings, lm_head)."""
+    for base, ours in (
+        (_sgl.QKVParallelLinear, AtmmQKVLinear),
+        (_sgl.MergedColumnParallelLinear, AtmmMergedColumnLinear),
+        (_sgl.ColumnParallelLinear, AtmmColumnLinear),
+        (_sgl.RowParallelLinear, AtmmRowLinear),
+        (_sgl.ReplicatedLinear, AtmmReplicatedLinear),
+    ):
+        if isinstance(layer, base):
+            return ours
+    return None
+
+
+def wrap_layer(layer: nn.Module, backend: Any) -> nn.Module:
+    """Wrap a linear for ``backend``; what has no class here gets SGLang's."""
+    ours = layer_class(layer)
+    return ours(layer, backend) if ours is not None else _sgl.get_lora_layer(layer, backend)
