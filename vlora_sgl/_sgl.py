@@ -83,8 +83,6 @@ NAMES: dict[str, str] = {
     "ReplicatedLinearWithLoRA": "sglang.srt.lora.layers:ReplicatedLinearWithLoRA",
     "get_lora_layer": "sglang.srt.lora.layers:get_lora_layer",
     "ColumnParallelLinear": "sglang.srt.layers.linear:ColumnParallelLinear",
-    "MergedColumnParallelLinear": "sglang.srt.layers.linear:MergedColumnParallelLinear",
-    "QKVParallelLinear": "sglang.srt.layers.linear:QKVParallelLinear",
     "ReplicatedLinear": "sglang.srt.layers.linear:ReplicatedLinear",
     "RowParallelLinear": "sglang.srt.layers.linear:RowParallelLinear",
     "tensor_model_parallel_all_gather": "sglang.srt.distributed:tensor_model_parallel_all_gather",
