@@ -1,0 +1,115 @@
+"""The embedded model: its batched path equals the stock one, its splits are disjoint, and training it works."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vlora_sgl.models import tiny
+from vlora_sgl.models.tiny import batches, build
+from vlora_sgl.models.tiny import scenes as S
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+    processor = AutoProcessor.from_pretrained(tiny.path(), use_fast=False)
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny.path(), dtype=torch.float32).eval(), processor
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_batched_forward_equals_the_stock_one(shipped, images):
+    model, processor = shipped
+    drawn = S.render(S.sample(images, np.random.default_rng(1)))
+    pictures = [Image.fromarray(picture) for picture in drawn.permute(0, 2, 3, 1).numpy()]
+    content = [{"type": "image"}] * images + [{"type": "text", "text": S.MOTION_QUESTION}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    inputs = processor(text=[text], images=pictures, return_tensors="pt")
+    encoder = batches.Encoder(processor.tokenizer)
+    ids, _ = encoder.dialogue([(S.MOTION_QUESTION, "left")], images=images)
+    assert ids[: inputs["input_ids"].shape[1]] == inputs["input_ids"][0].tolist()
+    mean, std = torch.tensor(processor.image_processor.image_mean), torch.tensor(processor.image_processor.image_std)
+    pixels = batches.patches(drawn, mean, std)
+    torch.testing.assert_close(pixels.flatten(0, 1), inputs["pixel_values"], atol=1e-5, rtol=0)
+    with torch.no_grad():
+        tokens = batches.encode_images(model.model.visual, pixels)
+        ours = model.lm_head(batches.forward(model, inputs["input_ids"], tokens.flatten(0, 1), encoder.image_token))
+        stock = model(**inputs).logits
+    torch.testing.assert_close(ours, stock, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("test", [False, True])
+def test_held_out_combinations_are_drawn_only_for_the_test(test):
+    scenes = S.sample(500, np.random.default_rng(2), test=test)
+    drawn = scenes.size > 0
+    held = S.is_held_out(scenes.colour, scenes.shape, scenes.pattern[:, None]) & drawn
+    unseen_font = (scenes.digit >= 0) & (scenes.font == (np.maximum(scenes.digit, 0) * 3 + 1) % len(S.glyphs()))
+    if test:
+        assert held.any(1)[drawn.any(1)].all() and unseen_font[scenes.digit >= 0].all()
+    else:
+        assert not held.any() and not unseen_font.any()
+
+
+def test_every_question_has_one_answer_and_objects_do_not_overlap():
+    scenes = S.sample(200, np.random.default_rng(3))
+    for i in range(len(scenes)):
+        answers: dict[str, set[str]] = {}
+        for _, question, answer in S.questions(scenes, i, random.Random(i)):
+            answers.setdefault(question, set()).add(answer)
+        assert all(len(found) == 1 for found in answers.values()), answers
+        present = np.nonzero(scenes.size[i] > 0)[0]
+        for a in present:
+            for b in present[present > a]:
+                gap = np.abs(scenes.centre[i, a] - scenes.centre[i, b]).max()
+                assert gap > scenes.size[i, a] + scenes.size[i, b]
+
+
+def test_shipped_model_answers_unseen_scenes(shipped):
+    from vlora_sgl.models.tiny.train import accuracy
+
+    model, processor = shipped
+    found = accuracy(model, processor, CPU, scenes=60, seed=99)
+    for kind in ("shape", "count", "position", "digit"):
+        assert found[kind]["accuracy"] >= 0.85, (kind, found[kind])
+        assert found[kind]["blind"] <= found[kind]["chance"] + 0.1, (kind, found[kind])
+    assert found["colour"]["accuracy"] >= 0.6, found["colour"]
+
+
+def test_shipped_set_is_small_and_complete():
+    size = sum(f.stat().st_size for f in tiny.path().parent.rglob("*") if f.is_file() and f.suffix != ".pyc")
+    assert size < 40e6
+    assert len(tiny.adapters()) >= 4
+    assert all((directory / "adapter_model.safetensors").is_file() for directory in tiny.adapters().values())
+
+
+def test_a_few_steps_of_training_lower_the_loss():
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    from vlora_sgl.models.tiny.train import pretrain
+
+    torch.manual_seed(0)
+    tokenizer = build.build_tokenizer(S.corpus())
+    processor = build.build_processor(tokenizer)
+    model = Qwen2_5_VLForConditionalGeneration(build.build_config(tokenizer, small=True))
+    log = pretrain(model, processor, CPU, 0.4, batch_size=8, workers=0, seed=0, kinds=("pattern",), log_every=1)
+    losses = [row["answer_loss"] for row in log if row["answer_loss"] > 0]
+    assert len(losses) >= 4
+    assert sum(losses[-2:]) < sum(losses[:2]), losses
+
+
+def test_card_is_made_from_the_log():
+    import json
+
+    from vlora_sgl.models.tiny.card import render
+
+    here = tiny.path().parent
+    assert (here / "MODEL_CARD.md").read_text() == render(json.loads((here / "train_log.json").read_text()))
+    assert Path(here / "MODEL_CARD.md").stat().st_size > 1000
