@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,10 @@ def candidates(job: Job) -> list[Tile]:
         cost = _estimate(job, n, split, stages * stage)
         ranked += [(cost, Tile(block_m, n, k, split, 4 if n <= 64 else 8, stages, plan)) for plan in plans]
     ranked.sort(key=lambda item: item[0])
-    return [tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0]]
+    # The built-in tile is always tried: a search must not end below where it started.
+    own = tiling.default_tile(tiling.unpack(job.key))
+    first = [replace(own, plan=plan) for plan in plans]
+    return first + [tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0] and tile not in first]
 
 
 def _programs(job: Job, block_n: int) -> int:
