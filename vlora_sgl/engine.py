@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlora_sgl import processes
+from vlora_sgl import processes, quiet
 from vlora_sgl.platforms.cpu import has_accelerator
 
 if not has_accelerator():
@@ -18,6 +18,7 @@ from vlora_sgl.defaults import engine_defaults
 from vlora_sgl.heads.asking import AsksHeads
 from vlora_sgl.server_args import VLoraArgs, refuse_unsupported
 
+quiet.silence()
 plugin.install()
 
 
