@@ -34,11 +34,14 @@ def load_adapter(manager: Any, lora_ref: Any) -> Any:
         weights = read_adapter(directory, engine_layout(manager.base_model))
         adapter = build_adapter(manager, lora_ref.lora_id, weights)
         manager.validate_new_adapter(adapter.config, lora_ref)
+        manager.configs[lora_ref.lora_id] = adapter.config
+        manager.incoming[lora_ref.lora_id] = adapter
+        manager.load_lora_weights(lora_ref)
     except Exception as error:  # whatever it is, the client gets it as a refusal and the engine goes on
         logger.warning("adapter %s was refused: %s", lora_ref.lora_name, error)
+        for table in (manager.configs, manager.incoming, manager.loras):
+            table.pop(lora_ref.lora_id, None)
         return manager.create_lora_update_result(success=False, error_message=str(error))
-    manager.configs[lora_ref.lora_id] = adapter.config
-    manager.loras[lora_ref.lora_id] = adapter
     manager.lora_refs[lora_ref.lora_id] = lora_ref
     manager.num_pinned_loras += int(bool(lora_ref.pinned))
     logger.info("adapter %s: %s", lora_ref.lora_name, weights.report)

@@ -19,6 +19,7 @@ from vlora_sgl import _sgl
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, row_pairs
 from vlora_sgl.errors import ConfigError, UnknownAdapterError
 from vlora_sgl.kernels.merge import FoldTarget, MergeTable
+from vlora_sgl.lora.adapter import load_adapter
 from vlora_sgl.lora.layers import wrap_layer
 from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 from vlora_sgl.server_args import VLoraArgs
@@ -41,6 +42,7 @@ class VLoraManager(_sgl.LoRAManager):
     Attributes:
         plan: the plan of the batch that runs next.
         switcher: the mode switch, or ``None`` when nothing may or can be folded.
+        incoming: adapters that were read but not yet taken over, by id; empty between loads.
     """
 
     plan = BatchPlan(requests=(), mode=InferenceMode.UNMERGED)
@@ -49,6 +51,7 @@ class VLoraManager(_sgl.LoRAManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._routed = kwargs.get("lora_backend") == ROUTED_BACKEND
         self._refused: dict[str, str | None] = {}
+        self.incoming: dict[str, Any] = {}
         self._forward_stream: Any = None
         super().__init__(*args, **kwargs)
         if self.max_loras_per_batch < 2:
@@ -306,6 +309,13 @@ class VLoraManager(_sgl.LoRAManager):
         with torch.cuda.stream(self._forward_stream):
             yield
         caller.wait_stream(self._forward_stream)
+
+    def _load_lora_adapter(self, lora_ref: Any) -> Any:
+        return load_adapter(self, lora_ref)
+
+    def load_lora_weights(self, lora_ref: Any) -> None:
+        """Take over the adapter that ``load_adapter`` has read and checked."""
+        self.loras[lora_ref.lora_id] = self.incoming.pop(lora_ref.lora_id)
 
     def _unload_lora_adapter(self, lora_ref: Any) -> Any:
         # The pool clears the slot from the scheduler's stream, while a step in flight may still subtract it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import HTTPException
@@ -26,8 +27,38 @@ class UnknownAdapterResponse(UnknownAdapterError, HTTPException, ValueError):
         self.headers = None
 
 
+@dataclass(frozen=True)
+class LoadReply:
+    """SGLang's reply to a load that succeeded, and what of the adapter matched."""
+
+    success: bool
+    loaded_adapters: Any
+    report: str
+    error_message: str = ""
+
+
 class VLoraTokenizerManager(_sgl.TokenizerManager):
     """SGLang's tokenizer manager, which resolves adapter names before a request enters the engine."""
+
+    async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
+        """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.report``)."""
+        result = await super().load_lora_adapter(obj, _)
+        if not result.success:
+            return result
+        return LoadReply(success=True, loaded_adapters=result.loaded_adapters, report=result.error_message or "")
+
+    async def unload_lora_adapter(self, obj: Any, _: Any = None) -> Any:
+        """Unload an adapter for good: SGLang would load it again at the next request that names it."""
+        result = await super().unload_lora_adapter(obj, _)
+        if result.success:
+            self.lora_ref_cache.pop(obj.lora_name, None)
+        return result
+
+    async def load_lora_adapter_from_tensors(self, obj: Any, _: Any = None) -> Any:
+        """Refuses: these tensors arrive pickled, and SGLang's route for them asks for no admin key."""
+        return _sgl.LoadLoRAAdapterReqOutput(
+            success=False, error_message="adapters are loaded from safetensors only, never from serialized tensors"
+        )
 
     async def _tokenize_one_request(self, obj: Any) -> Any:
         """Tokenize, once the latency constraint is known to be one.
