@@ -6,7 +6,9 @@ image there, another adapter's first round does not, because its keys and values
 
 from __future__ import annotations
 
+import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,15 +43,8 @@ def ask(s: vlora.ProgramState, image: str, rounds: Sequence[Round], max_tokens: 
 
 
 def conversations(served: Served) -> list[tuple[Photograph, list[Round]]]:
-    """The questions: with known answers for the embedded model, in general terms for any other."""
-    china, brick = photograph("china.jpg"), photograph("brick.png")
-    if served.embedded and served.trained and {"photos", "surfaces"} <= set(served.adapters):
-        show, material = "What does the photograph show?", "What material is this surface?"
-        return [
-            (china, [Round(None, show, "temple"), Round("photos", show, "temple"), Round("photos", show, "temple")]),
-            (brick, [Round(None, material, "brick"), Round("surfaces", material, "brick"),
-                     Round("photos", material), Round("surfaces", material, "brick")]),
-        ]  # fmt: skip
+    """Questions in general terms, for a model we know nothing of."""
+    china = photograph("china.jpg")
     names: list[str | None] = [*served.adapters[:2], None]
     first, second = names[0], names[1 % len(names)]
     questions = [
@@ -85,9 +80,70 @@ def show(served: Served, picture: Photograph, rounds: Sequence[Round]) -> None:
     print(f"  {score}{len(rounds)} rounds in {time.monotonic() - begin:.1f} s\n")
 
 
+def held_out(adapters: Sequence[str], folder: Path, each: int = 3) -> list[tuple[str, Photograph, Round]]:
+    """Test images of the embedded model's adapters, which none of them was trained on, with their answers."""
+    from vlora_sgl.models.tiny.domains import DOMAINS
+
+    chosen = []
+    for name in adapters:
+        rows = [row for row in DOMAINS[name]()[2] if len(row[0]) == 1]
+        for number, (images, question, answer) in enumerate(random.Random(name).sample(rows, min(each, len(rows)))):
+            path = folder / f"{name}-{number}.png"
+            images[0].save(path)
+            chosen.append(
+                (name, Photograph(path.name, path, answer, "held-out test image"), Round(name, question, answer))
+            )
+    return chosen
+
+
+def scene(folder: Path) -> tuple[Photograph, list[Round]]:
+    """A drawn scene the embedded model never saw, and a conversation about it."""
+    import numpy as np
+    from PIL import Image
+
+    from vlora_sgl.models.tiny import scenes
+
+    drawn = scenes.sample(1, np.random.default_rng(7), test=True, digit_share=0.0)
+    path = folder / "scene.png"
+    Image.fromarray(scenes.render(drawn)[0].permute(1, 2, 0).numpy()).save(path)
+    kinds = ("count", "position", "shape", "pattern")
+    asked = {kind: (q, a) for kind, q, a in scenes.questions(drawn, 0, random.Random(0), kinds)}
+    return Photograph("scene.png", path, "shapes", "drawn here"), [
+        Round(None, *asked[kind]) for kind in kinds if kind in asked
+    ]
+
+
+def embedded(served: Served) -> None:
+    """The embedded model: one conversation with the base, then base against adapter on images neither has seen."""
+    with tempfile.TemporaryDirectory() as scratch:
+        show(served, *scene(Path(scratch)))
+        print("Real images, base against adapter; 'cached' is of the adapter's second asking")
+        print(f"  {'image':<16}{'question':<36}{'reference':<14}{'base':<22}{'adapter':<16}{'cached':>7}")
+        right = {"base": 0, "adapter": 0}
+        items = held_out(served.adapters, Path(scratch))
+        for name, picture, turn in items:
+            answers = {}
+            for who in (None, name, name):
+                alone = [Round(who, turn.question, turn.reference)]
+                state = ask.run(str(picture.path), alone, 8, backend=served.backend, use_thread=False)
+                answers[who or "base"] = state.get("answer0", str).strip()
+            right["base"] += answers["base"] == turn.reference
+            right["adapter"] += answers[name] == turn.reference
+            mark = "✓" if answers[name] == turn.reference else "✗"
+            cached = state.get_meta_info("answer0")["cached_tokens"]
+            print(
+                f"  {picture.name:<16}{turn.question:<36}{turn.reference:<14}{answers['base'][:20]!r:<22}"
+                f"{answers[name][:12]!r:<14}{mark} {cached:>7}"
+            )
+        print(f"  base {right['base']} of {len(items)} right, adapters {right['adapter']} of {len(items)}\n")
+
+
 def main() -> None:
     """Serve, ask, print."""
     with serving(argument_parser(__doc__ or "").parse_args()) as served:
+        if served.embedded and served.trained:
+            embedded(served)
+            return
         for picture, rounds in conversations(served):
             show(served, picture, rounds)
 
