@@ -55,6 +55,16 @@ def git_revision() -> str:
         return "unknown"
 
 
+def running_command() -> str:
+    """The running command line as it would be typed at the repository's root."""
+    script, *rest = sys.argv
+    try:
+        module = Path(script).resolve().relative_to(Path(__file__).resolve().parents[1]).with_suffix("")
+        return shlex.join(["python", "-m", ".".join(module.parts), *rest])
+    except ValueError:
+        return shlex.join(["python", Path(script).name, *rest])
+
+
 def read(path: Path = SUMMARY) -> list[dict[str, Any]]:
     """All rows, oldest first; an absent file has none."""
     return json.loads(path.read_text()) if path.exists() else []
@@ -88,7 +98,7 @@ def record(
         "card": card_name(),
         "versions": package_versions(),
         "revision": git_revision(),
-        "command": command or shlex.join(["python", *sys.argv]),
+        "command": command or running_command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     rows = [*read(path), row]
