@@ -45,7 +45,11 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--url", help="use this running server instead of starting one")
     parser.add_argument("--model-path", help="serve this model instead of the embedded one")
     parser.add_argument(
-        "--adapter", action="append", default=[], metavar="NAME=DIR", help="with --model-path: load it"
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME[=DIR]",
+        help="with --model-path: load it; with --url: use these instead of all that are loaded",
     )
     return parser
 
@@ -55,7 +59,7 @@ def serving(options: argparse.Namespace) -> Iterator[Served]:
     """The server that the options ask for; one started here ends with the block."""
     if options.url:
         backend = vlora.Runtime(options.url)
-        yield Served(backend, tuple(backend.adapters()), embedded=False, trained=True)
+        yield Served(backend, tuple(options.adapter or backend.adapters()), embedded=False, trained=True)
         return
     with tempfile.TemporaryDirectory() as scratch:
         if options.model_path:

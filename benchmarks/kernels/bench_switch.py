@@ -24,7 +24,7 @@ from vlora_sgl.kernels.merge import FoldTarget, MergeTable, merge_reference, ulp
 from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 
 ATTENTION = frozenset({"qkv_proj", "o_proj"})
-TILES = ((128, 128, 8), (128, 128, 4), (64, 128, 4), (128, 64, 4))
+TILES = ((64, 128, 4), (128, 128, 8), (128, 128, 4), (128, 64, 4))  # the first is the default
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 
 

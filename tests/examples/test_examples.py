@@ -26,9 +26,8 @@ def run(name: str, server: Server, *options: str) -> str:
 
 def test_multi_round_vqa_prints_cached_tokens(server: Server) -> None:
     server.flush()
-    rows = [
-        line.split() for line in run("multi_round_vqa.py", server).splitlines() if line.startswith(("  A ", "  B "))
-    ]
+    printed = run("multi_round_vqa.py", server, "--adapter", "A", "--adapter", "B")
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("  A ", "  B "))]
     cached = [int(row[-2]) for row in rows]
     assert [row[0] for row in rows] == ["A", "A", "B", "A"]
     assert cached[0] < 60 and cached[1] >= 64, "the photograph takes 64 tokens, known from the second round on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -96,12 +97,17 @@ def all_results(backend: Any) -> list[dict[str, Any]]:
     return [*(state.variables() for state in states), {"streamed": pieces}]
 
 
+def as_json(results: list[dict[str, Any]]) -> str:
+    """Results as text that two processes can compare; boxes become their fields."""
+    return json.dumps(results, default=dataclasses.asdict)
+
+
 if __name__ == "__main__":
     model, *adapters = sys.argv[1:]
     engine = vlora.Engine(
         model_path=model, enable_lora=True, lora_paths=adapters, max_loras_per_batch=4, enable_cache_report=True
     )
     try:
-        print(json.dumps(all_results(engine)))
+        print(as_json(all_results(engine)))
     finally:
         engine.shutdown()

@@ -138,4 +138,4 @@ def test_engine_in_process_gives_the_servers_results(server: Server, runtime: vl
     environment = {**os.environ, "PYTHONPATH": str(root)}
     run = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=240)
     assert run.returncode == 0, run.stderr[-4000:]
-    assert json.loads(run.stdout.splitlines()[-1]) == json.loads(json.dumps(programs.all_results(runtime)))
+    assert json.loads(run.stdout.splitlines()[-1]) == json.loads(programs.as_json(programs.all_results(runtime)))

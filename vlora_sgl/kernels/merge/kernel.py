@@ -143,9 +143,9 @@ class MergeTable:
         self,
         targets: Sequence[FoldTarget],
         *,
-        block_n: int = 128,
+        block_n: int = 64,
         block_k: int = 128,
-        num_warps: int = 8,
+        num_warps: int = 4,
     ) -> None:
         if len({(t.weight.device, t.weight.dtype) for t in targets}) != 1:
             raise ValueError("a merge table needs at least one target, all on one device and of one type")
