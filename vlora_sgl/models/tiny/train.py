@@ -79,8 +79,12 @@ def pretrain(
     seed: int,
     kinds: tuple[str, ...] = S.QUESTION_TYPES,
     log_every: int = 100,
+    steps: int | None = None,
 ) -> list[dict[str, float]]:
-    """Train ``model`` in place for ``minutes`` on ``kinds`` of questions; a log row per ``log_every`` steps."""
+    """Train ``model`` in place on ``kinds`` of questions; a log row per ``log_every`` steps.
+
+    It takes ``minutes``, or exactly ``steps`` where given, so that a slow machine trains the same model.
+    """
     encoder = batches.Encoder(processor.tokenizer)
     mean = torch.tensor(processor.image_processor.image_mean, device=device)
     std = torch.tensor(processor.image_processor.image_std, device=device)
@@ -103,7 +107,7 @@ def pretrain(
     sums = torch.zeros(2, device=device)
     started, step = time.monotonic(), 0
     bar = tqdm(total=round(minutes * 60), desc="pretraining", unit="s", mininterval=5)
-    while (share := (time.monotonic() - started) / (60 * minutes)) < 1:
+    while (share := step / steps if steps else (time.monotonic() - started) / (60 * minutes)) < 1:
         batch = next(stream)
         tower_only = share < TOWER_SHARE and batch["cells"] is not None
         warm = min(1.0, share / 0.05)
