@@ -144,7 +144,7 @@ def test_kernels_interpreted():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    assert done.stdout.lstrip().startswith("."), "the run must have executed kernels"
 
 
 @pytest.mark.gpu

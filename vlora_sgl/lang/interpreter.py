@@ -364,8 +364,13 @@ class ProgramState(up.ProgramState):
         Raises:
             ProgramError: the program failed; what came before has been yielded.
         """
+        said = False
         try:
-            yield from super().text_iter(var_name)
+            for piece in super().text_iter(var_name):
+                said = said or bool(piece)
+                yield piece
+            if var_name is not None and not said and not self.error():
+                yield str(self.stream_executor.get_var(var_name))  # it had ended before anybody listened
         except KeyError:
             self.stream_executor.get_var(cast(str, var_name))
         self.stream_executor.raise_error()
