@@ -12,6 +12,7 @@ from vlora_sgl import _sgl
 from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests
 from vlora_sgl.managers.planner import latency_constraint
+from vlora_sgl.managers.request_states import RequestStates
 
 OUR_META_INFO = frozenset({"vlora_reuse", HEAD_KEY})
 """Keys of ``meta_info`` that the scheduler fills: what a request reused, and what its head said."""
@@ -39,6 +40,10 @@ class LoadReply:
 
 class VLoraTokenizerManager(_sgl.TokenizerManager):
     """SGLang's tokenizer manager, which resolves adapter names before a request enters the engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rid_to_state = RequestStates()
 
     async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
         """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.report``)."""
