@@ -24,6 +24,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "disable_fast_image_processor": True,  # the fast one moves images to CUDA
+    "sleep_on_idle": True,  # else an idle server takes a whole core
     "disable_overlap_schedule": True,  # there is no second stream to overlap with
     # The cache takes host memory here, which others use too.
     "mem_fraction_static": 0.3,
