@@ -75,7 +75,7 @@ def server(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> I
     log = tmp_path_factory.mktemp("server") / "log.txt"
     command = [sys.executable, "-m", "vlora_sgl.launch_server", "--model-path", str(tiny_model.path)]
     command += ["--enable-lora", "--lora-paths", *(f"{name}={path}" for name, path in tiny_model.adapters.items())]
-    command += ["--max-loras-per-batch", "4", "--port", str(port), "--enable-cache-report"]
+    command += ["--max-loras-per-batch", "4", "--port", str(port), "--enable-cache-report", "--enable-metrics"]
     command += shlex.split(os.environ.get(SERVER_ARGS, ""))
     root = Path(__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}

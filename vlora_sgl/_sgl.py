@@ -45,6 +45,7 @@ NAMES: dict[str, str] = {
     # managers
     "Scheduler": "sglang.srt.managers.scheduler:Scheduler",
     "GenerateReqInput": "sglang.srt.managers.io_struct:GenerateReqInput",
+    "SchedulePolicy": "sglang.srt.managers.schedule_policy:SchedulePolicy",
     "TokenizerManager": "sglang.srt.managers.tokenizer_manager:TokenizerManager",
     "OpenAIServingBase": "sglang.srt.entrypoints.openai.serving_base:OpenAIServingBase",
     "LoadLoRAAdapterReqOutput": "sglang.srt.managers.io_struct:LoadLoRAAdapterReqOutput",
@@ -106,6 +107,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "Scheduler.get_next_batch_to_run": ("self", "running_batch", "last_batch"),
     "Scheduler.process_batch_result": ("self", "batch", "result"),
     "TpModelWorker.forward_batch_generation": ("self", "batch"),
+    "Scheduler.init_schedule_policy": ("self",),
+    "SchedulePolicy.calc_priority": ("self", "waiting_queue", "running_batch"),
     "TokenizerManager._resolve_lora_path": ("self", "obj"),
     "TokenizerManager._validate_and_resolve_lora": ("self", "obj"),
     "TokenizerManager._tokenize_one_request": ("self", "obj"),

@@ -39,6 +39,18 @@ class VLoraArgs:
         "cost table ('cost'), or one of the baselines",
         choices=("vlora", "cost", "unmerged", "merged", "dlora"),
     )
+    cost_table: str | None = _flag(
+        None,
+        "file with the costs of an iteration, as python -m vlora_sgl.profile writes it; by default the one measured "
+        "for this device and model, else an analytic one",
+        metavar="FILE",
+    )
+    theta: float = _flag(
+        0.5, "credit, in seconds, above which a request starves (Algorithm 1)", type=float, metavar="SECONDS"
+    )
+    wait_bound: float = _flag(
+        2.0, "longest a request may be kept from running for the sake of others", type=float, metavar="SECONDS"
+    )
     merge_copy: str = _flag(
         "device",
         "where the pristine copy of the foldable weights lives: 'device' (exact switch in milliseconds, costs their "

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import Any
 
 from vlora_sgl import _sgl
 from vlora_sgl.core import BatchPlan, InferenceMode
+from vlora_sgl.managers.adapter_manager import SlotResidency
+from vlora_sgl.managers.cost_table import ModelShape, table_for
 from vlora_sgl.managers.head_requests import HeadRequests
+from vlora_sgl.managers.metrics import VLoraMetrics
 from vlora_sgl.managers.mode_choice import choose_mode
+from vlora_sgl.managers.planner import Planner
+from vlora_sgl.managers.policies import Limits, make_policy
 from vlora_sgl.managers.reuse import PrefixReuse
 from vlora_sgl.server_args import VLoraArgs
+
+logger = logging.getLogger(__name__)
+
+METRICS_EVERY = 16
+"""Decode iterations between two updates of the metrics; prefills always update them."""
 
 
 class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
     """One per rank, in the scheduler process.
 
-    SGLang forms the batch; ``run_batch`` decides its plan on the final batch (vetoes, chunking and retraction are
-    behind it) and hands it to the LoRA manager, which carries it out on the forward stream.
+    Before SGLang forms a batch, ``get_new_batch_prefill`` asks the policy for a plan; the plan orders the waiting
+    queue (``PlannedOrder``) and vetoes requests (``_can_schedule_lora_req``). SGLang forms the batch; ``run_batch``
+    settles the plan on the final batch (vetoes, chunking and retraction are behind it) and hands it to the LoRA
+    manager, which carries it out on the forward stream.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,28 +43,104 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
         """This rank's LoRA manager, or ``None`` when LoRA is off."""
         return getattr(self.tp_worker.model_runner, "lora_manager", None)
 
+    def init_schedule_policy(self) -> None:
+        """Put the plan's order behind SGLang's own."""
+        super().init_schedule_policy()
+        self.planner: Planner | None = None
+        if self.enable_lora:
+            self.planner = self._make_planner()
+            self.policy: Any = PlannedOrder(self.policy, self.planner)
+            pool = self.lora_manager.memory_pool
+            self.residency = SlotResidency(memory=self.lora_manager.max_loras_per_batch)
+            for uid in pool.uid_to_buffer_id:
+                self.residency.mark_used(uid)
+            pool.eviction_policy = self.residency
+            collector = getattr(self.metrics_reporter, "metrics_collector", None)
+            self.metrics = None if collector is None else VLoraMetrics(collector.labels)
+
+    def _make_planner(self) -> Planner:
+        args, config = self.vlora_args, self.model_config.hf_text_config
+        shape = ModelShape(
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
+            intermediate=getattr(config, "intermediate_size", 4 * config.hidden_size),
+            vocabulary=config.vocab_size,
+            rank=self.lora_manager.max_lora_rank,
+        )
+        costs = table_for(device_name(self.device), shape, args.cost_table)
+        logger.info("policy %s with costs: %s", args.policy, costs.provenance)
+        policy = make_policy(args.policy, costs, Limits(theta=args.theta, wait_bound=args.wait_bound))
+        # SGLang counts the base model as an adapter that holds a slot.
+        return Planner(
+            policy,
+            max_batch=self.max_running_requests,
+            max_adapters=max(1, self.lora_manager.max_loras_per_batch - 1),
+            can_fold=self.lora_manager.switcher is not None,
+        )
+
+    def get_new_batch_prefill(self, running_batch: Any) -> Any:
+        """Plan the iteration, then let SGLang form a prefill batch within the plan."""
+        if self.planner is not None:
+            running = [req for req in running_batch.reqs if not req.finished()]
+            self.planner.folded = self.lora_manager.folded  # an unload or a weight update may have unmerged
+            plan = self.planner.next(self.waiting_queue, running, self.chunked_req)
+            self.residency.want([plan.merged_adapter, *(req.lora_id for req in (*running, *self.waiting_queue))])
+        return super().get_new_batch_prefill(running_batch)
+
+    def _can_schedule_lora_req(self, req: Any, running_loras: set[str | None]) -> bool:
+        """Whether the plan and SGLang both let this request in now."""
+        if self.planner is None or self.planner.planned(req.rid):
+            return bool(super()._can_schedule_lora_req(req, running_loras))
+        if self.enable_lora_overlap_loading:
+            # Not its turn yet, but its adapter may come in on the side stream meanwhile, if a slot is free for it.
+            self.lora_overlap_loader.try_overlap_load_lora(req.lora_id, running_loras)
+        return False
+
     def plan(self, batch: Any) -> BatchPlan:
-        """The plan of a batch that is about to run."""
-        manager = self.lora_manager
+        """The plan of a batch that is about to run: the policy's, cut to SGLang's rows, or the forced mode."""
+        assert self.planner is not None
+        manager, adapters = self.lora_manager, [req.lora_id for req in batch.reqs]
+        if self.vlora_args.mode == "auto":
+            return self.planner.settle([(req.rid, req.lora_id) for req in batch.reqs])
         mode, merged = choose_mode(
-            [req.lora_id for req in batch.reqs],
-            self.vlora_args.mode,
-            manager.folded,
-            lambda adapter: manager.refusal(adapter) is None,
+            adapters, self.vlora_args.mode, manager.folded, lambda adapter: manager.refusal(adapter) is None
         )
         return BatchPlan(tuple(req.rid for req in batch.reqs), mode, merged)
 
     def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
         """Plan the batch, hand the plan on, and run it."""
-        manager = self.lora_manager
-        if manager is None or batch.forward_mode.is_idle():
+        if self.planner is None or batch.forward_mode.is_idle():
             return super().run_batch(batch, pp_proxy_tensors)
         # The manager's word counts: it runs unmerged what it cannot fold.
-        plan = manager.set_plan(self.plan(batch), self.place_forks(batch))
+        plan = self.lora_manager.set_plan(self.plan(batch), self.place_forks(batch))
         self.batches_by_mode[plan.mode] += 1
+        prefill = batch.forward_mode.is_extend()
+        tokens = batch.extend_lens if prefill else [1] * len(batch.reqs)
+        self.planner.ran(plan, dict(zip(plan.requests, tokens, strict=True)), prefill)
+        if self.metrics is not None and (prefill or self.forward_ct % METRICS_EVERY == 0):
+            self.update_metrics()
         result = super().run_batch(batch, pp_proxy_tensors)
         trace_mode(batch, result, plan)
         return result
+
+    def update_metrics(self) -> None:
+        """Bring the Prometheus gauges up to date."""
+        assert self.planner is not None and self.metrics is not None
+
+        def by_name(reqs: Any) -> Counter[str]:
+            refs = self.lora_manager.lora_refs
+            return Counter(refs[r.lora_id].lora_name if r.lora_id in refs else "base" for r in reqs)
+
+        self.metrics.update(
+            {str(mode): count for mode, count in self.batches_by_mode.items()},
+            self.planner.state(),
+            self.residency.state(),
+            len(self.lora_manager.loras),
+            by_name(self.waiting_queue),
+            by_name(self.running_batch.reqs),
+        )
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """SGLang's state, with ours under ``vlora``."""
@@ -65,6 +155,7 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
             "mode": self.vlora_args.mode,
             "policy": self.vlora_args.policy,
             "batches_by_mode": {str(mode): count for mode, count in self.batches_by_mode.items()},
+            "plan": {**self.planner.state(), "slots": self.residency.state()} if self.planner is not None else None,
             **(self.lora_manager.mode_state() if self.lora_manager is not None else {}),
             "reuse": self.reuse_state(),
             "heads": self.head_totals,
@@ -82,3 +173,30 @@ def trace_mode(batch: Any, result: Any, plan: BatchPlan) -> None:
     if output is not None and any(asked):
         modes = [str(plan.mode) if wanted else None for wanted in asked]
         output.customized_info = {**(output.customized_info or {}), "vlora": modes}
+
+
+class PlannedOrder:
+    """SGLang's schedule policy, after which the waiting queue is put into the plan's order (stable).
+
+    Args:
+        inner: SGLang's own; everything but ``calc_priority`` is its.
+        planner: holds the plan.
+    """
+
+    def __init__(self, inner: Any, planner: Planner) -> None:
+        self.inner, self.planner = inner, planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def calc_priority(self, waiting_queue: list[Any], running_batch: Any = None) -> None:
+        """Sort in place: SGLang's order, then the planned requests first, in their order."""
+        self.inner.calc_priority(waiting_queue, running_batch)
+        waiting_queue.sort(key=lambda req: self.planner.place(req.rid))
+
+
+def device_name(device: str) -> str:
+    """The card's name, or ``cpu``."""
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else device
