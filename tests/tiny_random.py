@@ -10,35 +10,18 @@ from pathlib import Path
 
 import torch
 
+from vlora_sgl.models.tiny.build import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tokenizer
+
 VOCABULARY_TEXT = [
     "system user assistant What is in this picture? How many objects are there? Describe the image in one word.",
     "You are a helpful assistant. Answer with a single word. Is there a cat? yes no red green blue 0 1 2 3 4 5",
-]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part['type'] in ('video', 'video_url') %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL_TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
 ]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def make_model(directory: Path, seed: int = 0) -> Path:
     """Write model, tokenizer and processor to ``directory`` and return it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import (
-        PreTrainedTokenizerFast,
         Qwen2_5_VLConfig,
         Qwen2_5_VLForConditionalGeneration,
         Qwen2_5_VLProcessor,
@@ -46,17 +29,7 @@ def make_model(directory: Path, seed: int = 0) -> Path:
     )
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        VOCABULARY_TEXT,
-        trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=2048
-    )
-    fast.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS})
+    fast = build_tokenizer(VOCABULARY_TEXT)
     ids = {token: fast.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     pixels = {"min_pixels": 56 * 56, "max_pixels": 224 * 224}
     processor = Qwen2_5_VLProcessor(

@@ -144,6 +144,19 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 }
 
 
+MODELS_PACKAGE = "sglang.srt.models"
+"""Where SGLang keeps one module per model; named, not imported."""
+
+# SGLang's logger -> beginnings of messages of every start that nobody can act on.
+NOISE: dict[str, tuple[str, ...]] = {
+    "sglang.srt.distributed.bootstrap": ("init_cpu_threads_env and shared memory",),
+    "sglang.srt.managers.multimodal_processor": ("Ignore import error when loading",),
+    "sglang.srt.models.registry": ("Ignore import error when loading",),
+    "sglang.srt.server_args": ("Cuda graph is disabled because of using torch native attention",),
+    "sglang.srt.utils.common": ("Fail to set RLIMIT", "Processor tokenizer for"),
+}
+
+
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its table NAMES lists what it has")

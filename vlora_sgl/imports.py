@@ -18,13 +18,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from vlora_sgl import _sgl
 from vlora_sgl.platforms.cpu import has_accelerator
 
 # Optional to those who import them, and of no use to an engine on a plain CPU: kernels for CUDA and quantisation,
 # and metrics that transformers wants for assisted generation.
 USELESS_ON_CPU = ("flashinfer", "torchao", "sklearn")
 
-# SGLang's own switch: names of modules of sglang.srt.models to leave out.
+# SGLang's own switch: names of its model modules to leave out.
 DISABLED_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
 
 
@@ -48,7 +49,7 @@ def disable_other_models(model_path: str) -> None:
     no module defines the architecture (SGLang then falls back to transformers' implementation).
     """
     config = Path(model_path) / "config.json"
-    package = _package_directory("sglang.srt.models")
+    package = _package_directory(_sgl.MODELS_PACKAGE)
     if DISABLED_MODELS in os.environ or package is None or not config.is_file():
         return
     with contextlib.suppress(ValueError):
@@ -63,8 +64,6 @@ def disable_other_models(model_path: str) -> None:
 
 def import_needed_processors(original: Callable[..., None], package_name: str, overwrite: bool = False) -> None:
     """Wraps SGLang's ``import_processors``: leaves out the processors all of whose models are disabled."""
-    from vlora_sgl import _sgl
-
     disabled = set(os.environ.get(DISABLED_MODELS, "").split(","))
     directory = _package_directory(package_name)
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 import logging
 import warnings
 
+from vlora_sgl import _sgl
+
 # Logger -> beginnings of the messages that say nothing about the user's own set-up.
 NOISE: dict[str, tuple[str, ...]] = {
-    "sglang.srt.distributed.bootstrap": ("init_cpu_threads_env and shared memory",),
-    "sglang.srt.managers.multimodal_processor": ("Ignore import error when loading",),
-    "sglang.srt.models.registry": ("Ignore import error when loading",),
-    "sglang.srt.server_args": ("Cuda graph is disabled because of using torch native attention",),
-    "sglang.srt.utils.common": ("Fail to set RLIMIT", "Processor tokenizer for"),
+    **_sgl.NOISE,
     "torch.utils.cpp_extension": ("No CUDA runtime is found",),
     "transformers.models.auto.image_processing_auto": ("The `use_fast` parameter is deprecated",),
 }

@@ -139,6 +139,8 @@ class MergeTable:
         ValueError: no targets, or targets on several devices or of several types.
     """
 
+    # The tile: fastest of four on an H100 80GB HBM3 (torch 2.11, Triton 3.6, 2026-11-28, bench_switch), all linears of
+    # a 7B model at rank 64: 12.19 ms, against 12.43 (128 x 64, 4 warps), 12.55 and 13.10 (128 x 128, 4 and 8 warps).
     def __init__(
         self,
         targets: Sequence[FoldTarget],
