@@ -1,9 +1,9 @@
 """Time of a mode switch over the linears of a 7B model, as a share of copy bandwidth, and whether switching drifts.
 
-    python -m benchmarks.kernels.bench_switch [--dry-run] [--summary FILE]
+    python -m benchmarks.kernels.bench_switch [--search] [--dry-run] [--summary FILE]
 
-The times that count are of direct switches A to B, one launch over all layers; ``--dry-run`` runs everything on tiny
-shapes, on the CPU if there is no GPU, and records nothing.
+The times that count are of direct switches A to B, one launch over all layers. ``--search`` also times other ways to
+cut the work. ``--dry-run`` runs everything on tiny shapes, on the CPU if there is no GPU, and records nothing.
 """
 
 from __future__ import annotations
@@ -13,18 +13,29 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.summary import RESULTS, SUMMARY, record
-from vlora_sgl.kernels.merge import FoldTarget, MergeTable, merge_reference, ulp_distance
+from vlora_sgl.kernels.merge import FoldTarget, MergeTable, MergeTile, merge_reference, ulp_distance
+from vlora_sgl.kernels.merge.kernel import TILES
 from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 
 ATTENTION = frozenset({"qkv_proj", "o_proj"})
-TILES = ((64, 128, 4), (128, 128, 8), (128, 128, 4), (128, 64, 4))  # the first is the default
+DEFAULT = TILES[2]
+CANDIDATES = (
+    MergeTile(rows=64, columns=128, steps=8, warps=4, stages=3),
+    MergeTile(rows=64, columns=128, steps=32, warps=4, stages=2),
+    MergeTile(rows=64, columns=128, steps=1, warps=4, stages=1),
+    MergeTile(rows=64, columns=64, steps=16, warps=4, stages=3),
+    MergeTile(rows=128, columns=64, steps=8, warps=4, stages=2),
+    MergeTile(rows=64, columns=256, steps=8, warps=8, stages=2),
+    MergeTile(rows=128, columns=128, steps=8, warps=8, stages=2),
+)
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 
 
@@ -89,19 +100,23 @@ def switch(table: MergeTable, groups: frozenset[str], rank: int, i: int) -> None
         table.restore(groups)
 
 
-def time_switches(targets: list[FoldTarget], ranks: tuple[int, ...], repeats: int, bandwidth: float) -> list[dict]:
-    """One row per tile, rank, set of targets and kind of switch."""
+def time_switches(
+    targets: list[FoldTarget], tiles: Sequence[MergeTile], ranks: tuple[int, ...], repeats: int, bandwidth: float
+) -> list[dict]:
+    """One row per tile, set of targets and rank, where rank 0 is an unmerge."""
     rows = []
-    for block_n, block_k, warps in TILES:
-        table = MergeTable(targets, block_n=block_n, block_k=block_k, num_warps=warps)
+    for tile in tiles:
+        table = MergeTable(targets, tile)
         for name, groups in (("all_linear", table.groups), ("attention", ATTENTION)):
             for rank in (0, *ranks):
                 work = partial(switch, table, groups, rank)
                 ms = milliseconds(work, repeats, table.device)
                 moved = table.nbytes(groups)
                 share = moved / (ms / 1e3) / bandwidth
-                tile = [block_n, block_k, warps]
-                rows.append({"targets": name, "rank": rank, "tile": tile, "ms": ms, "share_of_copy": share})
+                found = {"targets": name, "rank": rank, "tile": asdict(tile), "ms": ms, "share_of_copy": share}
+                rows.append(found)
+                shape = "x".join(map(str, astuple(tile)))
+                print(f"{shape:<14} {name:<10} rank {rank:>2}: {ms:.3f} ms, {100 * share:.1f} % of a copy", flush=True)
     return rows
 
 
@@ -147,6 +162,7 @@ def drift(device: torch.device, switches: int, adapters: int = 8) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--search", action="store_true", help="time other tiles than the default too")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, nothing recorded")
     parser.add_argument("--summary", type=Path, default=SUMMARY)
     parser.add_argument("--rows", type=Path, default=RESULTS / "switch.json", help="where the raw rows go")
@@ -157,13 +173,9 @@ def main() -> None:
     layout = shapes(64, 16, 128) if args.dry_run else shapes(3584, 512, 18944)
     targets = build(2 if args.dry_run else 28, layout, 2, 64, device)
     bandwidth = copy_bandwidth(device, 1 << (20 if args.dry_run else 32))
-    rows = time_switches(targets, (16, 64), 3 if args.dry_run else 20, bandwidth)
-    for row in rows:
-        print(
-            f"{row['targets']:<10} rank {row['rank']:>2} tile {row['tile']}: {row['ms']:.3f} ms, "
-            f"{100 * row['share_of_copy']:.1f} % of a copy"
-        )
-    default = [row for row in rows if row["tile"] == list(TILES[0])]
+    tiles = (DEFAULT, *CANDIDATES) if args.search else (DEFAULT,)
+    rows = time_switches(targets, tiles, (16, 64), 3 if args.dry_run else 20, bandwidth)
+    default = [row for row in rows if row["tile"] == asdict(DEFAULT)]
     chosen = {(row["targets"], row["rank"]): row for row in default}
     ulp = worst_ulp(targets, 64)
     identical = drift(device, 100 if args.dry_run else 10_000)

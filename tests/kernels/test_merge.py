@@ -8,10 +8,10 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from vlora_sgl.kernels.merge import FoldTarget, MergeTable, merge_reference, ulp_distance
+from vlora_sgl.kernels.merge import FoldTarget, MergeTable, MergeTile, merge_reference, ulp_distance
 from vlora_sgl.kernels.merge import kernel as merge_kernel
 
-SLOTS, MAX_RANK = 3, 40
+SLOTS, MAX_RANK = 3, 136  # wider than one block of the kernel's rank loop
 DEVICES = ["interpreter", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -50,11 +50,11 @@ def table(device: torch.device, dtype: torch.dtype) -> MergeTable:
     """A qkv stack of unequal slices, ragged against the tiles, and a row-parallel projection."""
     torch.manual_seed(5)
     targets = [*stack((70, 20, 20), 48, "qkv", device, dtype), *stack((33,), 37, "down", device, dtype)]
-    return MergeTable(targets, block_n=32, block_k=16, num_warps=4)
+    return MergeTable(targets, MergeTile(rows=16, columns=16, steps=2, warps=4, stages=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("rank", [1, 16, 17, MAX_RANK])
+@pytest.mark.parametrize("rank", [1, 16, 40, MAX_RANK])
 def test_fold_is_the_rounded_float64_sum(device: torch.device, dtype: torch.dtype, rank: int) -> None:
     merge = table(device, dtype)
     merge.fold(merge.groups, slot=1, rank=rank, scaling=0.37)

@@ -5,8 +5,9 @@ a launch per matrix nor a product ``B A`` written to memory first is affordable:
 every matrix. A static table of addresses says where each matrix, its pristine copy and its adapter slots live; weights
 and slot pools never move, so the table is built once, and an in-place result keeps captured CUDA graphs valid.
 
-Traffic is the floor: each weight is read once (from the pristine copy) and written once. ``A`` and ``B`` tiles are
-re-read from L2.
+Traffic is the floor: each weight is read once (from the pristine copy) and written once. A program keeps one tile of
+``A`` and walks down a column of the matrix, so that only ``B`` is re-read, from L2; the next tiles of ``W0`` and ``B``
+are on their way while the product of the present ones runs.
 """
 
 from __future__ import annotations
@@ -63,11 +64,36 @@ class FoldTarget:
         return self.lora_a[slot, first : first + rank], self.lora_b[slot, :, :rank]
 
 
+@dataclass(frozen=True, slots=True)
+class MergeTile:
+    """How the work is cut. One program walks down ``steps`` tiles of ``[rows, columns]`` below each other.
+
+    Attributes:
+        rows, columns: one tile, powers of two, at least 16.
+        steps: tiles of one program; its tile of ``A`` stays in shared memory meanwhile.
+        warps: warps of one program.
+        stages: tiles of ``W0`` and ``B`` on their way at a time, one of them in use.
+    """
+
+    rows: int
+    columns: int
+    steps: int
+    warps: int
+    stages: int
+
+
+# By bytes of an element. Exact float32 products are not made by tensor cores; unrolled large ones compile for minutes.
+TILES = {
+    2: MergeTile(rows=64, columns=128, steps=8, warps=4, stages=2),
+    4: MergeTile(rows=32, columns=32, steps=8, warps=4, stages=1),
+}
+
+
 @triton.jit
 def _merge_kernel(
     like: tl.tensor,  # any pointer of the weights' element type; never read
     table: tl.tensor,  # [targets, COLUMNS] int64
-    tiles: tl.tensor,  # [programs, 2] int32: target, tile within it (columns fastest)
+    tiles: tl.tensor,  # [programs, 2] int32: target, place within it (columns fastest)
     columns: tl.constexpr,
     slot: tl.tensor,
     rank: tl.tensor,
@@ -79,52 +105,62 @@ def _merge_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     row = table + tl.load(tiles + 2 * program).to(tl.int64) * columns
-    tile = tl.load(tiles + 2 * program + 1)
+    place = tl.load(tiles + 2 * program + 1)
     bytes_align: tl.constexpr = ALIGN * (like.dtype.element_ty.primitive_bitwidth // 8)
 
     w = tl.multiple_of(tl.load(row + 0).to(like.dtype), bytes_align)
     w0 = tl.multiple_of(tl.load(row + 1).to(like.dtype), bytes_align)
-    n = tl.load(row + 4)
+    n = tl.load(row + 4).to(tl.int32)
     k = tl.multiple_of(tl.load(row + 5), ALIGN)
 
     tiles_k = (k + BLOCK_K - 1) // BLOCK_K
-    rows = (tile // tiles_k) * BLOCK_N + tl.arange(0, BLOCK_N)
-    cols = (tile % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = (rows[:, None] < n) & (cols[None, :] < k)
-    offsets = rows[:, None] * k + cols[None, :]
-    if not RESTORE:
+    top = ((place // tiles_k) * (BLOCK_N * STEPS)).to(tl.int32)
+    cols = (place % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K)
+    rows = top + tl.arange(0, BLOCK_N)
+    steps = tl.minimum(STEPS, (n - top + BLOCK_N - 1) // BLOCK_N)
+    if RESTORE:
+        for _ in tl.range(0, steps, num_stages=1):
+            inside = (rows[:, None] < n) & (cols[None, :] < k)
+            offsets = rows[:, None] * k + cols[None, :]
+            tl.store(w + offsets, tl.load(w0 + offsets, mask=inside, eviction_policy="evict_first"), mask=inside)
+            rows += BLOCK_N
+    else:
         a_slot = tl.multiple_of(tl.load(row + 6), ALIGN)
         b_slot = tl.multiple_of(tl.load(row + 7), ALIGN)
         b_row = tl.multiple_of(tl.load(row + 8), ALIGN)
         first = tl.load(row + 9) * rank
         a = tl.multiple_of(tl.load(row + 2).to(like.dtype), bytes_align) + slot * a_slot + first * k
         b = tl.multiple_of(tl.load(row + 3).to(like.dtype), bytes_align) + slot * b_slot
-        acc = tl.full((BLOCK_N, BLOCK_K), 0.0, dtype=tl.float32)
-        for block in tl.static_range(0, RANK_BLOCKS):
-            r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-            # Rows of the slot past the adapter's rank hold what an earlier, wider adapter left: mask both sides.
-            a_tile = tl.load(
-                a + r[:, None] * k + cols[None, :],
-                mask=(r[:, None] < rank) & (cols[None, :] < k),
-                other=0.0,
-            )
+        # Rows of the slot past the adapter's rank hold what an earlier, wider adapter left: mask both sides.
+        r = tl.arange(0, BLOCK_R)
+        a_tile = tl.load(a + r[:, None] * k + cols[None, :], mask=(r[:, None] < rank) & (cols[None, :] < k), other=0.0)
+        # The compiler turns this loop's loads into asynchronous copies, STAGES deep: W streams while the product runs.
+        for _ in tl.range(0, steps, num_stages=STAGES):
+            inside = (rows[:, None] < n) & (cols[None, :] < k)
+            offsets = rows[:, None] * k + cols[None, :]
             b_tile = tl.load(
-                b + rows[:, None] * b_row + r[None, :],
-                mask=(rows[:, None] < n) & (r[None, :] < rank),
-                other=0.0,
+                b + rows[:, None] * b_row + r[None, :], mask=(rows[:, None] < n) & (r[None, :] < rank), other=0.0
             )
-            acc += tl.dot(b_tile, a_tile, input_precision=PRECISION)
-    # Loaded after the product: before it, the tile's registers make four warps spill. It passes through once, so keep
-    # it from pushing A and B out of L2.
-    base = tl.load(w0 + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
-    if RESTORE:
-        tl.store(w + offsets, base, mask=inside)
-    else:
-        merged = base.to(tl.float32) + scaling * acc
-        tl.store(w + offsets, merged.to(like.dtype.element_ty), mask=inside)
+            # It passes through once: keep it from pushing A and B out of L2.
+            base = tl.load(w0 + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
+            acc = tl.dot(b_tile, a_tile, input_precision=PRECISION)
+            for block in tl.static_range(1, RANK_BLOCKS):
+                s = block * BLOCK_R + r
+                a_more = tl.load(
+                    a + s[:, None] * k + cols[None, :], mask=(s[:, None] < rank) & (cols[None, :] < k), other=0.0
+                )
+                b_more = tl.load(
+                    b + rows[:, None] * b_row + s[None, :], mask=(rows[:, None] < n) & (s[None, :] < rank), other=0.0
+                )
+                acc = tl.dot(b_more, a_more, acc, input_precision=PRECISION)
+            merged = base.to(tl.float32) + scaling * acc
+            tl.store(w + offsets, merged.to(like.dtype.element_ty), mask=inside)
+            rows += BLOCK_N
 
 
 class MergeTable:
@@ -132,30 +168,20 @@ class MergeTable:
 
     Args:
         targets: every foldable matrix; order is free, targets of one group are best adjacent.
-        block_n, block_k: tile of one program.
-        num_warps: warps per program.
+        tile: how the work is cut; the one of ``TILES`` when left out.
 
     Raises:
         ValueError: no targets, or targets on several devices or of several types.
     """
 
-    # The tile: fastest of four on an H100 80GB HBM3 (torch 2.11, Triton 3.6, 2026-11-28, bench_switch), all linears of
-    # a 7B model at rank 64: 12.19 ms, against 12.43 (128 x 64, 4 warps), 12.55 and 13.10 (128 x 128, 4 and 8 warps).
-    def __init__(
-        self,
-        targets: Sequence[FoldTarget],
-        *,
-        block_n: int = 64,
-        block_k: int = 128,
-        num_warps: int = 4,
-    ) -> None:
+    def __init__(self, targets: Sequence[FoldTarget], tile: MergeTile | None = None) -> None:
         if len({(t.weight.device, t.weight.dtype) for t in targets}) != 1:
             raise ValueError("a merge table needs at least one target, all on one device and of one type")
         self.targets = tuple(targets)
         self.groups = frozenset(t.group for t in targets)
         self.device = targets[0].weight.device
         self.dtype = targets[0].weight.dtype
-        self._block_n, self._block_k, self._num_warps = block_n, block_k, num_warps
+        self.tile = tile or TILES[self.dtype.itemsize]
         self._rows = [self._row(t) for t in targets]
         self._align = self._common_alignment()
         self._table = torch.tensor(self._rows, dtype=torch.int64, device=self.device)
@@ -221,7 +247,9 @@ class MergeTable:
         tiles = self._tiles_of(groups)
         if tiles.shape[0] == 0:
             return
-        block_r = min(64, max(16, triton.next_power_of_2(rank)))
+        tile = self.tile
+        block_r = min(128 if self.dtype.itemsize == 2 else 32, max(16, triton.next_power_of_2(rank)))
+        rank_blocks = triton.cdiv(rank, block_r)
         _merge_kernel[(tiles.shape[0],)](
             self.targets[0].weight,
             self._table,
@@ -234,22 +262,24 @@ class MergeTable:
             ALIGN=self._align,
             # IEEE for float32 weights: the default, tf32, keeps 10 bits of each factor.
             PRECISION="ieee" if self.dtype == torch.float32 else "tf32",
-            BLOCK_N=self._block_n,
-            BLOCK_K=self._block_k,
+            BLOCK_N=tile.rows,
+            BLOCK_K=tile.columns,
             BLOCK_R=block_r,
-            RANK_BLOCKS=triton.cdiv(rank, block_r),
-            num_warps=self._num_warps,
+            RANK_BLOCKS=rank_blocks,
+            STEPS=tile.steps,
+            STAGES=tile.stages if rank_blocks == 1 else 1,  # several would not fit shared memory
+            num_warps=tile.warps,
         )
 
     def _tiles_of(self, groups: frozenset[str]) -> torch.Tensor:
-        """The ``[programs, 2]`` list of tiles of these groups, built at first use (3 MB for a whole 7B model)."""
+        """The ``[programs, 2]`` list of programs for these groups, built at first use (1 MB for a whole 7B model)."""
         if groups not in self._tiles:
             members = set(map(id, self._members(groups)))
             parts = []
             for index, t in enumerate(self.targets):
                 if id(t) in members:
                     n, k = t.weight.shape
-                    count = triton.cdiv(n, self._block_n) * triton.cdiv(k, self._block_k)
+                    count = triton.cdiv(n, self.tile.rows * self.tile.steps) * triton.cdiv(k, self.tile.columns)
                     local = torch.arange(count, dtype=torch.int32)
                     parts.append(torch.stack([torch.full_like(local, index), local], dim=1))
             tiles = torch.cat(parts) if parts else torch.empty(0, 2, dtype=torch.int32)
