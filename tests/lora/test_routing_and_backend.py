@@ -85,10 +85,9 @@ def test_graph_tables_hold_what_fresh_tables_hold_and_forget_the_batch_before(ro
     view = tables.refresh(runs, ranks, scalings)
     groups, _ = groups_of(runs)
     fresh = make_routing(groups, rows, ranks, scalings, "cpu")
-    assert view.ranks.tolist() == ranks
     if rows <= 64:
         count = int(fresh.active[0])
-        assert torch.equal(view.active[: 1 + count], fresh.active[: 1 + count])
+        assert torch.equal(view.active[: 2 + count], fresh.active[: 2 + count])
         assert torch.equal(view.gates, fresh.gates)
         assert not tables.routing(64).gates[rows:].any()
     else:

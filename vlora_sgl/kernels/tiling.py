@@ -35,8 +35,9 @@ class Tile:
         block_m, block_n, block_k: rows, columns and reduction steps of a program; block_k is unused by expands.
         split_k: programs that share one output tile's reduction.
         warps, stages: warps per program and depth of the software pipeline.
-        plan: for ``linear`` only: "fused" (base GEMM, shrink and expand in one grid), "grid" (base GEMM and shrink in
-            one grid, then the expand) or "library" (the library's GEMM, then shrink and expand).
+        plan: for ``linear`` only: "grid" (base GEMM and shrink in one grid, then the expand) or "library" (the
+            library's GEMM, then shrink and expand).
+        run: for grouped expands only: consecutive column tiles a program works through.
     """
 
     block_m: int
@@ -46,6 +47,7 @@ class Tile:
     warps: int = 4
     stages: int = 3
     plan: str = ""
+    run: int = 1
 
 
 def bucket(count: int) -> int:
@@ -53,6 +55,7 @@ def bucket(count: int) -> int:
     return max(count - 1, 0).bit_length()
 
 
+@lru_cache(maxsize=1 << 16)
 def pack(
     op: str, n: int, k: int, rank: int, rows: int, slots: int, *, parts: int = 1, pairs: int = 1, dtype: torch.dtype
 ) -> int:
@@ -141,15 +144,15 @@ class TilingTable:
 
 def default_tile(fields: Mapping[str, int]) -> Tile:
     """The tile where no table has an entry of the operation: what a search on an H100 chose most often."""
-    rows = 1 << fields["rows"]
+    rows, wide = 1 << fields["rows"], fields["n"] >= 16384
     block_m = min(max(16, rows), 64)
     return {
         "linear": Tile(block_m, 32, 256, 1, 4, 4, "grid"),
         "shrink": Tile(block_m, 32, 256, 4, 4, 3),
-        "expand": Tile(block_m, 32, 0, 1, 4, 1),
+        "expand": Tile(block_m, 128 if wide else 32, 0, 1, 4, 4),
         "grouped_shrink": Tile(64, 64, 64, 1 if rows >= 4096 else 4, 4, 4),
-        "grouped_expand": Tile(64, 128, 0, 1, 4, 1),
-        "grouped_write": Tile(64, 128, 0, 1, 4, 1),
+        "grouped_expand": Tile(64, 128, 0, 1, 4, 2, run=4 if wide else 1),
+        "grouped_write": Tile(64, 128, 0, 1, 4, 2, run=4 if wide else 1),
     }[OPS[fields["op"]]]
 
 

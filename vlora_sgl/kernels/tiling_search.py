@@ -39,6 +39,15 @@ MAX_ERROR_RATIO = 4.0
 READ_RATE = 3.0e12  # bytes per second from device memory, and from L2: the roofline of the pruning step
 CACHE_RATE = 5.5e12
 SHARED_BYTES = 227 << 10
+PARTNER = {
+    "linear": "expand",
+    "shrink": "expand",
+    "expand": "shrink",
+    "grouped_shrink": "grouped_write",
+    "grouped_write": "grouped_shrink",
+    "grouped_expand": "grouped_shrink",
+}
+"""The other launch that an operation is timed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +129,15 @@ def bytes_and_flops(job: Job) -> tuple[float, float]:
 def candidates(job: Job) -> list[Tile]:
     """Tiles that fit the chip, pruned by the roofline estimate to those within half as much again of the best."""
     block_m = 64 if job.rows > DENSE_MAX_ROWS else max(16, 1 << tiling.bucket(job.rows))
-    if job.op in ("expand", "grouped_expand", "grouped_write"):
-        widths = (16, 32, 64, 128) if job.op == "expand" else (64, 128, 256)
-        tiles = [Tile(block_m, n, 0, 1, warps, 1) for n in widths for warps in (4, 8)]
-        return [t for t in tiles if t.block_n * 32 >= t.warps * 256 or t.warps == 4]
+    if job.op == "expand":
+        deep = itertools.product((16, 32, 64, 128), (2, 4, 8))
+        return [Tile(block_m, n, 0, 1, 4, stages) for n, stages in deep if stages <= max(2, job.slots)]
+    if job.op in ("grouped_expand", "grouped_write"):
+        deep = itertools.product((64, 128, 256), (4, 8), (1, 4, 16))
+        return [Tile(block_m, n, 0, 1, warps, 2, run=run) for n, warps, run in deep]
     grouped = job.op == "grouped_shrink"
     ranked: list[tuple[float, Tile]] = []
-    plans = ("grid", "fused") if job.op == "linear" else ("",)
+    plan = "grid" if job.op == "linear" else ""
     narrow = min(64, 16 * (len(job.projection.offsets) - 1)) if grouped else 16
     for n, k, split in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8)):
         stage = (block_m + n) * k * job.dtype.itemsize
@@ -137,12 +148,11 @@ def candidates(job: Job) -> list[Tile]:
         if stages < 2 or n < narrow or job.projection.k < 4 * k * split or (split > 1 and programs > 1056):
             continue
         cost = _estimate(job, n, split, stages * stage)
-        ranked += [(cost, Tile(block_m, n, k, split, 4 if n <= 64 else 8, stages, plan)) for plan in plans]
+        ranked.append((cost, Tile(block_m, n, k, split, 4 if n <= 64 else 8, stages, plan)))
     ranked.sort(key=lambda item: item[0])
     # The built-in tile is always tried: a search must not end below where it started.
     own = tiling.default_tile(tiling.unpack(job.key))
-    first = [replace(own, plan=plan) for plan in plans]
-    return first + [tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0] and tile not in first]
+    return [own, *(tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0] and tile != own)]
 
 
 def _programs(job: Job, block_n: int) -> int:
@@ -198,11 +208,14 @@ class Case:
         ranks, scalings = [job.rank] * job.slots, [0.5] * job.slots
         self.routing: Routing = make_routing(groups, job.rows, ranks, scalings, device, dense=dense)
 
-    def run(self, tile: Tile, i: int, expand: Tile | None = None) -> torch.Tensor:
-        """One launch of the operation on copy ``i``; the result is in place on y where the operation accumulates."""
+    def run(self, tile: Tile, i: int, other: Tile | None = None) -> torch.Tensor:
+        """The operation on copy ``i``, with ``other`` for the launch beside it (the expand of a shrink, and so on).
+
+        The result is in place on y where the operation accumulates.
+        """
         job, offsets = self.job, self.job.projection.offsets
         args = (self.y[i], self.x[i], self.a[i], self.b[i], self.routing, offsets)
-        other = expand or tiling.default_tile({"op": tiling.OPS.index("expand"), "rows": tiling.bucket(job.rows)})
+        other = other or tiling.default_tile(tiling.unpack(replace(job, op=PARTNER[job.op]).key))
         if job.op == "linear":
             if tile.plan == "library":
                 y = F.linear(self.x[i], self.w[i])
@@ -211,11 +224,10 @@ class Case:
         if job.op == "shrink":
             return launch.dense(*args, tile, other)
         if job.op == "expand":
-            return launch.dense(*args, Tile(tile.block_m, 32, 256, 4, 4, 3), tile)
-        shrink = Tile(64, 64, 64, 1 if job.rows > 4096 else 4, 4, 4)
+            return launch.dense(*args, other, tile)
         if job.op == "grouped_shrink":
-            return launch.grouped(*args, tile, Tile(64, 128, 0, 1, 4, 1))
-        return launch.grouped(*args, shrink, tile, accumulate=job.op == "grouped_expand")
+            return launch.grouped(*args, tile, other, accumulate=False)
+        return launch.grouped(*args, other, tile, accumulate=job.op == "grouped_expand")
 
 
 def compile_only(job: Job, tile: Tile) -> bool:
@@ -343,13 +355,13 @@ def search(
 
 def _best(job: Job, tiles: Sequence[Tile], done: dict[int, tuple[Tile, dict[str, Any]]]) -> dict[str, Any] | None:
     case = Case(job)
-    expand = done.get(Job("expand", job.projection, job.rank, job.rows, job.slots, 1, job.dtype).key)
-    other = expand[0] if expand else None
+    partner = done.get(replace(job, op=PARTNER[job.op]).key)
+    other = partner[0] if partner else None
     timed = []
     if job.op == "linear":
         tiles = [*tiles, *(Tile(max(16, 1 << tiling.bucket(job.rows)), 32, 256, s, 4, 3, "library") for s in (4, 7))]
     for tile in tiles:
-        run = partial(case.run, tile, expand=other)
+        run = partial(case.run, tile, other=other)
         try:
             if error_ratio(case, run) <= MAX_ERROR_RATIO:
                 timed.append((measure(run, case.copies), tile))
@@ -368,7 +380,7 @@ def _best(job: Job, tiles: Sequence[Tile], done: dict[int, tuple[Tile, dict[str,
     }
     if job.op == "linear":
         base = measure(lambda i: F.linear(case.x[i], case.w[i]), case.copies)[0]
-        best = {p: min((t[0] for t, c in timed if c.plan == p), default=None) for p in ("grid", "fused", "library")}
+        best = {p: min((t[0] for t, c in timed if c.plan == p), default=None) for p in ("grid", "library")}
         row |= {"base_us": round(base, 2), "by_plan": best}
     return row
 

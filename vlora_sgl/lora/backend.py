@@ -17,7 +17,7 @@ from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm, atmm_linear, make_routing
 from vlora_sgl.kernels.atmm.launch import library_linear
-from vlora_sgl.kernels.atmm.routing import check_groups, dense_tables, grouped_tables
+from vlora_sgl.kernels.atmm.routing import active_table, check_groups, check_slot, grouped_tables
 from vlora_sgl.lora.routing import Run, groups_of
 
 GRAPH_TILE_ROWS = 64
@@ -43,9 +43,12 @@ class Batch:
 class GraphTables:
     """Routing tables at fixed addresses, for every batch size up to ``max_rows``, refreshed by one copy.
 
-    The words of all tables lie in one int32 buffer: ranks, the list of active slots, and either the gate table (dense
-    kernels) or the row tiles (grouped kernels, more rows).
+    The words of all tables lie in one int32 buffer: the list of active slots, and either the gate table (dense kernels)
+    or the row tiles (grouped kernels, more rows). A refresh writes a pinned host buffer, one of a ring, and copies it;
+    it allocates nothing on the device and waits for the device only if that lags a whole ring behind.
     """
+
+    RING = 4
 
     def __init__(self, max_rows: int, slots: int, device: torch.device) -> None:
         self.slots, self.max_rows, self.device = slots, max_rows, device
@@ -53,8 +56,7 @@ class GraphTables:
         # Every tile but each group's last is full; a group is a slot tuple: each slot's own, or base rows.
         self.max_tiles = 0 if max_rows <= DENSE_MAX_ROWS else 2 * slots + 1 + max_rows // GRAPH_TILE_ROWS
         sizes = {
-            "ranks": slots,
-            "active": 1 + slots,
+            "active": 2 + slots,
             "gates": dense_rows * slots,
             "n_tiles": 1,
             "tile_rows": self.max_tiles * GRAPH_TILE_ROWS,
@@ -67,11 +69,16 @@ class GraphTables:
             self.at[name] = slice(end, end + size)
             end = -(-(end + size) // _ALIGN) * _ALIGN
         self.buffer = torch.zeros(end, dtype=torch.int32, device=device)
+        on_gpu = device.type == "cuda"
+        self._ring = [torch.zeros(end, dtype=torch.int32, pin_memory=on_gpu) for _ in range(self.RING)]
+        self._views = [source.numpy() for source in self._ring]
+        self._copied = [torch.cuda.Event() for _ in self._ring] if on_gpu else []
+        self._turn = 0
 
     def routing(self, rows: int) -> Routing:
         """The tables as a captured launch of ``rows`` rows sees them."""
         words, at = self.buffer, self.at
-        view = Routing(rows, self.slots, [], words[at["ranks"]])
+        view = Routing(rows, self.slots, [])
         if rows <= DENSE_MAX_ROWS:
             view.active = words[at["active"]]
             view.gates = words[at["gates"]].view(torch.float32).view(-1, self.slots)[:rows]
@@ -87,39 +94,57 @@ class GraphTables:
 
         Raises:
             ConfigError: more slots per row or more slot tuples than the tables were sized for.
-            ValueError: as ``check_groups``.
+            ValueError: a run is routed to a slot that is out of range or holds no adapter.
         """
-        groups, rows = groups_of(runs)
-        check_groups(groups, rows, ranks)
-        host = np.zeros(len(self.buffer), dtype=np.int32)
-        host[self.at["ranks"]] = ranks
+        turn = self._turn = (self._turn + 1) % self.RING
+        if self._copied:
+            self._copied[turn].synchronize()  # returns at once, unless the device is RING steps behind
+        host = self._views[turn]
+        rows = sum(count for _, count in runs)
         # A batch may be padded up to a graph of either family, so both tables are filled where both exist.
         if rows <= DENSE_MAX_ROWS:
-            gates, active = dense_tables(groups, rows, scalings)
-            host[self.at["active"]] = active
-            start = self.at["gates"].start
-            host[start : start + gates.size] = gates.view(np.int32).reshape(-1)
+            self._put_gates(host, runs, ranks, scalings)
         if self.max_tiles:
-            spare = np.arange(rows, self.max_rows, dtype=np.int32)
-            tiles, slots, gates = grouped_tables([*groups, (spare, ())], scalings, GRAPH_TILE_ROWS)
-            if len(tiles) > self.max_tiles or slots.shape[1] > GRAPH_PAIRS:
-                raise ConfigError(
-                    f"{len(tiles)} row tiles with {slots.shape[1]} slots a row exceed the graph's tables "
-                    f"({self.max_tiles}, {GRAPH_PAIRS}); lower --cuda-graph-max-bs to {DENSE_MAX_ROWS}"
-                )
-            self._put_tiles(host, tiles, slots, gates)
-        source = torch.from_numpy(host)
-        if self.device.type == "cuda":
-            source = source.pin_memory()
-        self.buffer.copy_(source, non_blocking=True)
+            self._put_tiles(host, runs, ranks, scalings)
+        self.buffer.copy_(self._ring[turn], non_blocking=True)
+        if self._copied:
+            self._copied[turn].record()
         return self.routing(rows)
 
-    def _put_tiles(self, host: np.ndarray, tiles: np.ndarray, slots: np.ndarray, gates: np.ndarray) -> None:
+    def _put_gates(
+        self, host: np.ndarray, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float]
+    ) -> None:
+        gates = host[self.at["gates"]].view(np.float32).reshape(-1, self.slots)
+        gates.fill(0.0)
+        used = set()
+        row = 0
+        for pairs, count in runs:
+            for slot, weight in pairs:
+                check_slot(slot, ranks)
+                gates[row : row + count, slot] += weight * scalings[slot]
+                used.add(slot)
+            row += count
+        active = active_table(used, ranks)
+        start = self.at["active"].start
+        host[start : start + len(active)] = active
+
+    def _put_tiles(
+        self, host: np.ndarray, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float]
+    ) -> None:
+        groups, rows = groups_of(runs)
+        check_groups(groups, rows, ranks)
+        spare = np.arange(rows, self.max_rows, dtype=np.int32)
+        tiles, slots, gates = grouped_tables([*groups, (spare, ())], ranks, scalings, GRAPH_TILE_ROWS)
         count, width = slots.shape
+        if count > self.max_tiles or width > GRAPH_PAIRS:
+            raise ConfigError(
+                f"{count} row tiles with {width} slots a row exceed the graph's tables "
+                f"({self.max_tiles}, {GRAPH_PAIRS}); lower --cuda-graph-max-bs to {DENSE_MAX_ROWS}"
+            )
         host[self.at["n_tiles"]] = count
         host[self.at["tile_rows"]].reshape(-1, GRAPH_TILE_ROWS)[:count] = tiles
         every = host[self.at["tile_slots"]].reshape(-1, GRAPH_PAIRS)
-        every[:] = -1
+        every[:] = 0
         every[:count, :width] = slots
         all_gates = host[self.at["tile_gates"]].view(np.float32).reshape(-1, GRAPH_PAIRS, GRAPH_TILE_ROWS)
         all_gates[:count, :width] = gates

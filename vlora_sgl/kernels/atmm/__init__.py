@@ -91,7 +91,7 @@ def atmm_linear(
 ) -> torch.Tensor:
     """``x W^T + bias`` plus ``atmm``: [M, N], freshly allocated.
 
-    Few rows take one grid for base GEMM and shrink (and, where the table says so, the expand). Many rows take the
+    Few rows take one grid for base GEMM and shrink where the table says so, then the expand. Many rows take the
     expand first, written not accumulated, and let the library's GEMM accumulate onto it (beta = 1): one pass less.
 
     Args:

@@ -13,8 +13,8 @@ Two families, chosen by the number of rows:
 - *dense* (decode): every active slot is applied to all rows of the batch and a gate table [M, S] of weight x scaling
   zeroes what does not apply. The rows are few and the weights must be read once anyhow, so this costs no bytes, needs
   no sorting, and every routing (two slots a row, k gates a row) is the same launch. The shrink's programs and the base
-  GEMM's share one grid, because A rows are just more weight rows for the same x; the expand either follows in a second
-  launch that loads B before it waits, or runs in the GEMM programs' epilogue once the shrink programs are through.
+  GEMM's share one grid, because A rows are just more weight rows for the same x; the expand follows in a second launch
+  that fetches B while the first one finishes.
 - *grouped* (prefill): rows with the same slots are gathered into tiles; a program works on one tile.
 
 Split-K partials are summed by the last program to arrive, in a fixed order: results are repeatable bit for bit.
@@ -27,27 +27,28 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _locate(t, BN: tl.constexpr, O1: tl.constexpr, O2: tl.constexpr, O3: tl.constexpr, O4: tl.constexpr):
-    """Tile number -> (projection, first column, end column): no tile straddles two projections."""
+    """Tile number -> (projection, first column, end column): no tile straddles two projections.
+
+    Selects, not branches: they may stand in a pipelined loop, and the first column keeps its known divisibility.
+    """
     n0 = t * BN
     part = 0
     end = O1
     T1: tl.constexpr = (O1 + BN - 1) // BN
     if O2 > O1:
         T2: tl.constexpr = T1 + (O2 - O1 + BN - 1) // BN
-        if t >= T1:
-            n0 = O1 + (t - T1) * BN
-            part = 1
-            end = O2
+        n0 = tl.where(t >= T1, O1 + (t - T1) * BN, n0)
+        part = tl.where(t >= T1, 1, part)
+        end = tl.where(t >= T1, O2, end)
         if O3 > O2:
             T3: tl.constexpr = T2 + (O3 - O2 + BN - 1) // BN
-            if t >= T2:
-                n0 = O2 + (t - T2) * BN
-                part = 2
-                end = O3
-            if O4 > O3 and t >= T3:
-                n0 = O3 + (t - T3) * BN
-                part = 3
-                end = O4
+            n0 = tl.where(t >= T2, O2 + (t - T2) * BN, n0)
+            part = tl.where(t >= T2, 2, part)
+            end = tl.where(t >= T2, O3, end)
+            if O4 > O3:
+                n0 = tl.where(t >= T3, O3 + (t - T3) * BN, n0)
+                part = tl.where(t >= T3, 3, part)
+                end = tl.where(t >= T3, O4, end)
     return part, n0, end
 
 
@@ -58,42 +59,33 @@ def _dot(left, right, acc):
 
 
 @triton.jit
-def _load_b(
-    b,
-    active,
-    ranks,
-    n_active,
-    first,
-    cols,
-    end,
-    stride_slot,
-    stride_row,
-    R: tl.constexpr,
-    RP: tl.constexpr,
-    KC: tl.constexpr,
-):
-    """B of the active slots from number ``first`` on, side by side: [BN, KC], zero past each slot's own rank."""
-    k = tl.arange(0, KC)
-    index = first + k // RP
-    lane = k % RP
-    live = index < n_active
-    slot = tl.load(active + 1 + index, mask=live, other=0)
-    rank = tl.load(ranks + slot, mask=live, other=0)
-    # Whole groups of 8 keep the loads wide; the exact rank is cut in registers (the tail may hold anything).
-    wide = (lane // 8 * 8 < rank) & (lane < R) & live
-    ptrs = b + slot.to(tl.int64)[None, :] * stride_slot + cols.to(tl.int64)[:, None] * stride_row + lane[None, :]
-    tile = tl.load(ptrs, mask=(cols < end)[:, None] & wide[None, :], other=0.0, eviction_policy="evict_first")
-    return tl.where((lane < rank)[None, :], tile, 0.0).to(b.dtype.element_ty)
+def _to_l2(pointers):
+    """Ask for the cache lines behind ``pointers``; safe before ``gdc_wait``, for L2 is coherent."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
-def _load_h(h, rows, m, n_active, first, part, stride_h, C: tl.constexpr, RP: tl.constexpr, KC: tl.constexpr):
-    """The matching columns of h: [BM, KC]."""
-    k = tl.arange(0, KC)
-    index = first + k // RP
-    ptrs = h + rows.to(tl.int64)[:, None] * stride_h + (index * (C * RP) + part * RP + k % RP)[None, :]
-    # .cg: another multiprocessor has just written it.
-    return tl.load(ptrs, mask=(rows < m)[:, None] & (index < n_active)[None, :], other=0.0, cache_modifier=".cg")
+def _pick(words, i, LENGTH: tl.constexpr):
+    """words[i] of a loaded tensor: a load in a pipelined loop would be a stage of its own."""
+    return tl.sum(tl.where(tl.arange(0, LENGTH) == i, words, 0), 0)
+
+
+@triton.jit
+def _load_b(b_ptrs, b_slot, word, col_live, k, R: tl.constexpr, CUT: tl.constexpr):
+    """B of the slot that ``word`` (slot | rank << 16) names: [BN, RP], zero past its rank, all zero for no slot.
+
+    Whole groups of 8 keep the loads wide. With CUT the exact rank is cut in registers, which a rank that is no multiple
+    of 8 needs and which keeps the loads from being asynchronous.
+    """
+    rank = word >> 16
+    lane = (k // 8 * 8 < rank) & (k < R)
+    ptrs = b_ptrs + (word & 0xFFFF).to(tl.int64) * b_slot
+    tile = tl.load(ptrs, mask=col_live & lane[None, :], other=0.0)
+    if CUT:
+        tile = tl.where((k < rank)[None, :], tile, 0.0).to(ptrs.dtype.element_ty)
+    return tile
 
 
 @triton.jit
@@ -107,7 +99,6 @@ def dense_kernel(
     h,
     gates,
     active,
-    ranks,
     partials,
     counters,
     m,
@@ -128,28 +119,21 @@ def dense_kernel(
     SLOTS: tl.constexpr,
     GEMM_TILES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    FUSE: tl.constexpr,
-    KC: tl.constexpr,
     SPLIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Base GEMM and shrink in one grid; with FUSE the expand too. GEMM_TILES = 0 leaves the shrink alone.
+    """Base GEMM and shrink in one grid; programs of the lowest numbers shrink. GEMM_TILES = 0: the shrink alone.
 
-    Programs of the lowest numbers shrink. With FUSE a GEMM program waits for them in its epilogue: it cannot wait in
-    vain, because programs are dispatched in the order of their numbers, so whatever it waits for runs already.
-    ``counters``: [0] shrink tiles ready, [1] GEMM tiles through, [2 + tile] splits arrived; zero before and after.
+    ``counters``: [tile] splits arrived; zero before and after.
     """
     H_TILES: tl.constexpr = (C * RP + BN - 1) // BN
     SHRINK_TILES: tl.constexpr = SLOTS * H_TILES
     pid = tl.program_id(0)
     tile = pid // SPLIT
     split = pid % SPLIT
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     n_active = tl.load(active)
     rows = tl.arange(0, BM)
     row_live = rows < m
@@ -161,13 +145,17 @@ def dense_kernel(
 
     is_shrink = tile < SHRINK_TILES
     index = tile // H_TILES
-    if is_shrink and index >= n_active:
+    idle = is_shrink and index >= n_active
+    if idle:
+        if PDL:
+            gdc_wait()  # every program must reach it
         return
 
     # Selected, not branched over: a pointer that comes out of a branch would lose its alignment, and with it the async
     # copies; a loop in each branch would double the shared memory. So A rows are addressed relative to w.
-    slot = tl.load(active + 1 + index, mask=is_shrink, other=0)
-    rank = tl.load(ranks + slot, mask=is_shrink, other=0)
+    word = tl.load(active + 2 + index, mask=is_shrink, other=0)
+    slot = word & 0xFFFF
+    rank = word >> 16
     part, n0, end = _locate(tile - SHRINK_TILES, BN, O1, O2, O3, O4)
     cols = tl.where(is_shrink, (tile % H_TILES) * BN, n0) + lane
     within = cols % RP
@@ -175,9 +163,17 @@ def dense_kernel(
     BYTES: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
     to_a = tl.multiple_of((a.to(tl.int64) - w.to(tl.int64)) // BYTES, 8) + slot.to(tl.int64) * a_slot
     row = tl.where(is_shrink, (cols // RP) * rank + within, cols).to(tl.int64)
-    w_ptrs = w + tl.where(is_shrink, to_a, 0) + row * tl.where(is_shrink, K, stride_w)
+    offsets = tl.where(is_shrink, to_a, 0) + row * tl.where(is_shrink, K, stride_w)
+    w_ptrs = w + offsets
     if is_shrink and BN <= RP and ((tile % H_TILES) * BN) % RP >= rank:
         last = first  # only padding here: no bytes to read
+    if PDL:
+        # The weights do not depend on the launch before: fetch the first steps' while it finishes.
+        LINES: tl.constexpr = max(1, min(SPAN, 2) * BK // 64)
+        near = tl.minimum(first * BK + tl.arange(0, LINES) * 64, K - 1)
+        _to_l2(w + tl.where(col_live[:, None], offsets[:, None] + near[None, :], 0))
+        gdc_wait()
+        gdc_launch_dependents()
     x_ptrs = x + rows.to(tl.int64) * stride_x
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(first, last):
@@ -197,9 +193,9 @@ def dense_kernel(
         own = partials + tile.to(tl.int64) * (SPLIT * BM * BN)
         tl.store(own + split * (BM * BN) + spot, acc)
         tl.debug_barrier()
-        if tl.atomic_add(counters + 2 + tile, 1, sem="acq_rel") != SPLIT - 1:
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") != SPLIT - 1:
             return
-        tl.store(counters + 2 + tile, 0)
+        tl.store(counters + tile, 0)
         acc = tl.zeros((BM, BN), tl.float32)
         for s in tl.static_range(SPLIT):
             acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
@@ -209,27 +205,10 @@ def dense_kernel(
         low = tl.where((gate != 0.0)[:, None], acc * gate[:, None], 0.0)
         ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * C * RP) + (index * (C * RP) + cols)[None, :]
         tl.store(ptrs, low.to(h.dtype.element_ty), mask=row_live[:, None] & (cols < C * RP)[None, :])
-        if FUSE:
-            tl.debug_barrier()
-            tl.atomic_add(counters, 1, sem="release")
         return
 
     if HAS_BIAS:
         acc += tl.load(bias + cols, mask=col_live, other=0.0).to(tl.float32)[None, :]
-    if FUSE and n_active > 0:
-        b_tile = _load_b(b, active, ranks, n_active, 0, cols, end, b_slot, b_row, R, RP, KC)
-        while tl.atomic_add(counters, 0, sem="acquire") < n_active * H_TILES:
-            pass
-        low = _load_h(h, rows, m, n_active, 0, part, SLOTS * C * RP, C, RP, KC)
-        acc = _dot(low, b_tile.T, acc)
-        for first_slot in range(KC // RP, n_active, KC // RP):
-            b_tile = _load_b(b, active, ranks, n_active, first_slot, cols, end, b_slot, b_row, R, RP, KC)
-            low = _load_h(h, rows, m, n_active, first_slot, part, SLOTS * C * RP, C, RP, KC)
-            acc = _dot(low, b_tile.T, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(counters + 1, 1, sem="acq_rel") == GEMM_TILES - 1:
-            tl.store(counters, 0)
-            tl.store(counters + 1, 0)
     y_ptrs = y + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
     tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask=row_live[:, None] & col_live[None, :])
 
@@ -240,7 +219,6 @@ def dense_expand_kernel(
     b,
     h,
     active,
-    ranks,
     m,
     stride_y,
     b_slot,
@@ -253,33 +231,51 @@ def dense_expand_kernel(
     R: tl.constexpr,
     RP: tl.constexpr,
     SLOTS: tl.constexpr,
-    KC: tl.constexpr,
+    SLOTS_P: tl.constexpr,
+    STAGES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y += h B^T for all rows and every active slot: one program per tile of columns."""
+    """y += h B^T for all rows and every active slot: one program per tile of columns, slots in a pipelined loop."""
     part, n0, end = _locate(tl.program_id(0), BN, O1, O2, O3, O4)
     cols = n0 + tl.arange(0, BN)
+    col_live = (cols < end)[:, None]
     rows = tl.arange(0, BM)
+    row_live = (rows < m)[:, None]
+    k = tl.arange(0, RP)
     n_active = tl.load(active)
-    # The weights do not depend on the launch before: fetch them while it finishes.
-    b_tile = _load_b(b, active, ranks, n_active, 0, cols, end, b_slot, b_row, R, RP, KC)
+    ragged = tl.load(active + 1)
+    order = tl.arange(0, SLOTS_P)
+    words = tl.load(active + 2 + order, mask=order < SLOTS, other=0)
+    b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k[None, :]  # [BN, RP]
+    h_ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * C * RP) + (part * RP + k)[None, :]  # [BM, RP]
     if PDL:
+        # The weights do not depend on the launch before: fetch them while it finishes.
+        starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
+        starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
+        for i in range(n_active):
+            _to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
         gdc_wait()
         gdc_launch_dependents()
     if n_active == 0:
         return
+    acc = tl.zeros((BM, BN), tl.float32)
+    # .cg: another multiprocessor has just written h and y.
+    if ragged == 0:
+        for i in tl.range(0, n_active, num_stages=STAGES):
+            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k, R, False)
+            low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
+            acc = _dot(low, b_tile.T, acc)
+    else:
+        for i in range(n_active):
+            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k, R, True)
+            low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
+            acc = _dot(low, b_tile.T, acc)
     y_ptrs = y + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
-    live = (rows < m)[:, None] & (cols < end)[None, :]
-    base = tl.load(y_ptrs, mask=live, other=0.0)
-    low = _load_h(h, rows, m, n_active, 0, part, SLOTS * C * RP, C, RP, KC)
-    acc = _dot(low, b_tile.T, tl.zeros((BM, BN), tl.float32))
-    for first in range(KC // RP, n_active, KC // RP):
-        b_tile = _load_b(b, active, ranks, n_active, first, cols, end, b_slot, b_row, R, RP, KC)
-        low = _load_h(h, rows, m, n_active, first, part, SLOTS * C * RP, C, RP, KC)
-        acc = _dot(low, b_tile.T, acc)
-    tl.store(y_ptrs, (acc + base.to(tl.float32)).to(y.dtype.element_ty), mask=live)
+    live = row_live & (cols < end)[None, :]
+    acc += tl.load(y_ptrs, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
+    tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -291,7 +287,6 @@ def grouped_shrink_kernel(
     tile_slots,
     tile_gates,
     n_tiles,
-    ranks,
     partials,
     counters,
     stride_x,
@@ -319,10 +314,11 @@ def grouped_shrink_kernel(
         gdc_launch_dependents()
     if t >= tl.load(n_tiles):
         return
-    slot = tl.load(tile_slots + t * PAIRS + pair)
-    if slot < 0:
+    word = tl.load(tile_slots + t * PAIRS + pair)
+    if word == 0:
         return
-    rank = tl.load(ranks + slot)
+    slot = word & 0xFFFF
+    rank = word >> 16
     lane_m = tl.arange(0, BM)
     rows = tl.load(tile_rows + t * BM + lane_m).to(tl.int64)
     row_live = rows >= 0
@@ -353,15 +349,60 @@ def grouped_shrink_kernel(
         own = partials + number.to(tl.int64) * (SPLIT * BM * BN)
         tl.store(own + split * (BM * BN) + spot, acc)
         tl.debug_barrier()
-        if tl.atomic_add(counters + 2 + number, 1, sem="acq_rel") != SPLIT - 1:
+        if tl.atomic_add(counters + number, 1, sem="acq_rel") != SPLIT - 1:
             return
-        tl.store(counters + 2 + number, 0)
+        tl.store(counters + number, 0)
         acc = tl.zeros((BM, BN), tl.float32)
         for s in tl.static_range(SPLIT):
             acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
     gate = tl.load(tile_gates + (t * PAIRS + pair) * BM + lane_m)
     ptrs = h + pair.to(tl.int64) * h_pair + rows[:, None] * (C * RP) + cols[None, :]
     tl.store(ptrs, (acc * gate[:, None]).to(h.dtype.element_ty), mask=row_live[:, None] & (cols < C * RP)[None, :])
+
+
+@triton.jit
+def _expand_tile(
+    number,
+    y_ptrs,
+    bias,
+    b_ptrs,
+    h_ptrs,
+    words,
+    row_live,
+    k,
+    b_slot,
+    b_row,
+    h_pair,
+    O1: tl.constexpr,
+    O2: tl.constexpr,
+    O3: tl.constexpr,
+    O4: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_P: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """One column tile of one row tile: y (+)= sum_p h_p B_p^T (+ bias)."""
+    part, n0, end = _locate(number, BN, O1, O2, O3, O4)
+    cols = n0 + tl.arange(0, BN)
+    live = row_live & (cols < end)[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for pair in tl.static_range(PAIRS):
+        word = _pick(words, pair, PAIRS_P)
+        rows_of_b = b_ptrs + cols.to(tl.int64)[:, None] * b_row
+        b_tile = _load_b(rows_of_b, b_slot, word, (cols < end)[:, None], k, R, CUT)
+        low = tl.load(h_ptrs + (pair * h_pair + part * RP), mask=row_live & (word != 0), other=0.0)
+        acc = _dot(low, b_tile.T, acc)
+    if HAS_BIAS:
+        acc += tl.load(bias + cols, mask=cols < end, other=0.0).to(tl.float32)[None, :]
+    if ACCUMULATE:
+        acc += tl.load(y_ptrs + cols[None, :], mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptrs + cols[None, :], acc.to(y_ptrs.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -373,7 +414,6 @@ def grouped_expand_kernel(
     tile_rows,
     tile_slots,
     n_tiles,
-    ranks,
     stride_y,
     b_slot,
     b_row,
@@ -386,6 +426,10 @@ def grouped_expand_kernel(
     R: tl.constexpr,
     RP: tl.constexpr,
     PAIRS: tl.constexpr,
+    PAIRS_P: tl.constexpr,
+    N_TILES: tl.constexpr,
+    RUN: tl.constexpr,
+    STAGES: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BM: tl.constexpr,
@@ -393,46 +437,35 @@ def grouped_expand_kernel(
     PDL: tl.constexpr,
 ):
     """y[row] (+)= sum_p h[p, row] B^T. Without ACCUMULATE every row of every tile is written, base rows with zeros
-    or the bias, so that the base GEMM can accumulate onto it. Grid (columns, tiles)."""
+    or the bias, so that the base GEMM can accumulate onto it. Grid (runs of RUN column tiles, row tiles): a program
+    writes one column tile while it loads the next one's B."""
     t = tl.program_id(1)
-    part, n0, end = _locate(tl.program_id(0), BN, O1, O2, O3, O4)
-    if t >= tl.load(n_tiles):
-        if PDL:
-            gdc_wait()
-        return
-    cols = n0 + tl.arange(0, BN)
-    k = tl.arange(0, RP)
-    slot = tl.load(tile_slots + t * PAIRS)
-    rank = tl.load(ranks + tl.maximum(slot, 0))
-    lane = (k // 8 * 8 < rank) & (k < R) & (slot >= 0)
-    b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k[None, :]
-    b_tile = tl.load(b_ptrs + slot.to(tl.int64) * b_slot, mask=(cols < end)[:, None] & lane[None, :], other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if ACCUMULATE and slot < 0:
+    if t >= tl.load(n_tiles):
+        return
+    if ACCUMULATE and tl.load(tile_slots + t * PAIRS) == 0:
         return
     rows = tl.load(tile_rows + t * BM + tl.arange(0, BM)).to(tl.int64)
-    row_live = rows >= 0
-    h_ptrs = h + rows[:, None] * (C * RP) + (part * RP + k)[None, :]
-    b_tile = tl.where((k < rank)[None, :], b_tile, 0.0).to(b.dtype.element_ty)
-    low = tl.load(h_ptrs, mask=row_live[:, None] & (slot >= 0), other=0.0)
-    acc = _dot(low, b_tile.T, tl.zeros((BM, BN), tl.float32))
-    for pair in tl.static_range(1, PAIRS):
-        slot = tl.load(tile_slots + t * PAIRS + pair)
-        if slot >= 0:
-            rank = tl.load(ranks + slot)
-            lane = (k // 8 * 8 < rank) & (k < R)
-            b_tile = tl.load(
-                b_ptrs + slot.to(tl.int64) * b_slot, mask=(cols < end)[:, None] & lane[None, :], other=0.0
-            )
-            b_tile = tl.where((k < rank)[None, :], b_tile, 0.0).to(b.dtype.element_ty)
-            low = tl.load(h_ptrs + pair * h_pair, mask=row_live[:, None], other=0.0)
-            acc = _dot(low, b_tile.T, acc)
-    y_ptrs = y + rows[:, None] * stride_y + cols[None, :]
-    live = row_live[:, None] & (cols < end)[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias + cols, mask=cols < end, other=0.0).to(tl.float32)[None, :]
-    if ACCUMULATE:
-        acc += tl.load(y_ptrs, mask=live, other=0.0).to(tl.float32)
-    tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask=live)
+    row_live = (rows >= 0)[:, None]
+    order = tl.arange(0, PAIRS_P)
+    words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
+    k = tl.arange(0, RP)
+    first = tl.program_id(0) * RUN
+    last = tl.minimum(first + RUN, N_TILES)
+    h_ptrs = h + rows[:, None] * (C * RP) + k[None, :]
+    y_ptrs = y + rows[:, None] * stride_y
+    b_ptrs = b + k[None, :]
+    if tl.max((words >> 16) % 8, 0) == 0:
+        for number in tl.range(first, last, num_stages=STAGES):
+            _expand_tile(
+                number, y_ptrs, bias, b_ptrs, h_ptrs, words, row_live, k, b_slot, b_row, h_pair,
+                O1, O2, O3, O4, R, RP, PAIRS, PAIRS_P, ACCUMULATE, HAS_BIAS, BM, BN, False,
+            )  # fmt: skip
+    else:
+        for number in range(first, last):
+            _expand_tile(
+                number, y_ptrs, bias, b_ptrs, h_ptrs, words, row_live, k, b_slot, b_row, h_pair,
+                O1, O2, O3, O4, R, RP, PAIRS, PAIRS_P, ACCUMULATE, HAS_BIAS, BM, BN, True,
+            )  # fmt: skip

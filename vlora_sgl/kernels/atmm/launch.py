@@ -17,7 +17,7 @@ from vlora_sgl.kernels.tiling import Tile
 
 MAX_PARTS = 4
 _COUNTERS = 1 << 16
-_CHUNK = 8192  # elements of B that one step of an expand holds in registers; more of them spill
+_SHARED = 160 << 10  # bytes that the pipeline of an expand may fill
 
 
 @lru_cache
@@ -46,9 +46,9 @@ def rank_pad(rank: int) -> int:
     return max(16, triton.next_power_of_2(rank))
 
 
-def _chunk(slots: int, rp: int, block_n: int) -> int:
-    """Columns of h and B, whole slots of them, that one step of an expand multiplies."""
-    return max(rp, min(_CHUNK // block_n, triton.next_power_of_2(slots) * rp))
+def _stages(tile: Tile, block_m: int, rp: int, pairs: int, size: int) -> int:
+    """The tile's pipeline depth, or what of it fits."""
+    return max(1, min(tile.stages, _SHARED // ((tile.block_n + block_m) * rp * pairs * size)))
 
 
 def _run(function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -96,7 +96,7 @@ def dense(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The dense kernels: with ``weight``, ``y = x W^T + bias + LoRA`` by ``tile.plan``; without, ``y += LoRA``."""
+    """The dense kernels: with ``weight``, ``y = x W^T + bias + LoRA``; without, ``y += LoRA``."""
     assert routing.gates is not None and routing.active is not None
     (slots, _, r), parts, k = b.shape, len(offsets) - 1, x.shape[1]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
@@ -109,25 +109,22 @@ def dense(
     partials = h
     if tile.split_k > 1:
         partials = torch.empty(tiles * tile.split_k * block_m * tile.block_n, dtype=torch.float32, device=x.device)
-    fuse = weight is not None and tile.plan == "fused"
+    extra = {"launch_pdl": True} if pdl else {}
     _run(
         kernel.dense_kernel, (tiles * tile.split_k,),
         x, x if weight is None else weight, x if bias is None else bias, y, a, b, h,
-        routing.gates, routing.active, routing.ranks, partials, _counters(x.device),
+        routing.gates, routing.active, partials, _counters(x.device),
         m, x.stride(0), y.stride(0), 0 if weight is None else weight.stride(0), a.stride(0), b.stride(0), b.stride(1),
         K=k, O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, SLOTS=slots, GEMM_TILES=gemm_tiles,
-        HAS_BIAS=bias is not None, FUSE=fuse, KC=_chunk(slots, rp, tile.block_n), SPLIT=tile.split_k,
-        BM=block_m, BN=tile.block_n, BK=tile.block_k, PDL=pdl,
-        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if pdl else {}),
+        HAS_BIAS=bias is not None, SPLIT=tile.split_k, BM=block_m, BN=tile.block_n, BK=tile.block_k, PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages, **extra,
     )  # fmt: skip
-    if fuse:
-        return y
     _run(
         kernel.dense_expand_kernel, (_column_tiles(offsets, expand.block_n),),
-        y, b, h, routing.active, routing.ranks, m, y.stride(0), b.stride(0), b.stride(1),
-        O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, SLOTS=slots, KC=_chunk(slots, rp, expand.block_n),
-        BM=block_m, BN=expand.block_n, PDL=pdl,
-        num_warps=expand.warps, num_stages=expand.stages, **({"launch_pdl": True} if pdl else {}),
+        y, b, h, routing.active, m, y.stride(0), b.stride(0), b.stride(1),
+        O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, SLOTS=slots, SLOTS_P=triton.next_power_of_2(slots),
+        STAGES=_stages(expand, block_m, rp, 1, x.itemsize), BM=block_m, BN=expand.block_n, PDL=pdl,
+        num_warps=expand.warps, num_stages=1, **extra,
     )  # fmt: skip
     return y
 
@@ -154,7 +151,7 @@ def grouped(
     h_tiles = -(-parts * rp // shrink.block_n)
     h = torch.empty((pairs, routing.rows, parts * rp), dtype=x.dtype, device=x.device)
     partials, split = h, shrink.split_k
-    if tiles * pairs * h_tiles + 2 > _COUNTERS:
+    if tiles * pairs * h_tiles > _COUNTERS:
         split = 1  # this many tiles fill the chip without splitting
     if split > 1:
         count = tiles * pairs * h_tiles * split * block_m * shrink.block_n
@@ -162,18 +159,20 @@ def grouped(
     extra = {"launch_pdl": True} if pdl else {}
     _run(
         kernel.grouped_shrink_kernel, (h_tiles * pairs * split, tiles),
-        x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles, routing.ranks, partials,
+        x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles, partials,
         _counters(x.device), x.stride(0), a.stride(0), h.stride(0),
         K=k, C=parts, RP=rp, PAIRS=pairs, SPLIT=split, BM=block_m, BN=shrink.block_n, BK=shrink.block_k, PDL=pdl,
         num_warps=shrink.warps, num_stages=shrink.stages, **extra,
     )  # fmt: skip
+    n_tiles = _column_tiles(offsets, expand.block_n)
     _run(
-        kernel.grouped_expand_kernel, (_column_tiles(offsets, expand.block_n), tiles),
-        y, x if bias is None else bias, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles, routing.ranks,
+        kernel.grouped_expand_kernel, (-(-n_tiles // expand.run), tiles),
+        y, x if bias is None else bias, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles,
         y.stride(0), b.stride(0), b.stride(1), h.stride(0),
-        O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, ACCUMULATE=accumulate,
-        HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
-        num_warps=expand.warps, num_stages=expand.stages, **extra,
+        O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs),
+        N_TILES=n_tiles, RUN=expand.run, STAGES=_stages(expand, block_m, rp, pairs, x.itemsize),
+        ACCUMULATE=accumulate, HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
+        num_warps=expand.warps, num_stages=1, **extra,
     )  # fmt: skip
     return y
 

@@ -44,7 +44,7 @@ def atmm_torch(
     y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Routing, offsets: Sequence[int]
 ) -> torch.Tensor:
     """ATMM in place on ``y`` with one pair of matmuls per group, slot and projection, in the tensors' own dtype."""
-    ranks = routing.ranks.tolist()
+    ranks = routing.ranks
     for numbers, pairs in routing.groups:
         if not pairs or not len(numbers):
             continue

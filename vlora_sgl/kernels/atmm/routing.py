@@ -6,7 +6,7 @@ the kernels only there: a captured CUDA graph sees the next batch by refreshing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +28,13 @@ class Routing:
         rows: number of rows M of the batch.
         slots: number of pool slots S.
         groups: the host's view; the CPU path works from it.
-        ranks: [S] int32, rank of the adapter in each slot, 0 if empty.
+        ranks: rank of the adapter in each slot, 0 if empty (the CPU path; kernels read it from slot words).
+        scalings: LoRA scaling of each slot (the CPU path).
         gates: [M, S] float32, weight x scaling, 0 where a slot does not apply (dense kernels).
-        active: [1 + S] int32, the number of slots in use, then their numbers (dense kernels).
+        active: [2 + S] int32: the number of slots in use, whether any of their ranks is no multiple of 8, then a word
+            for each (see ``slot_word``) (dense kernels).
         tile_rows: [T, BM] int32, the rows of each tile, -1 past its end (grouped kernels).
-        tile_slots: [T, P] int32, the slots of each tile, -1 past its last (grouped kernels).
+        tile_slots: [T, P] int32, the slot words of each tile, 0 past its last (grouped kernels).
         tile_gates: [T, P, BM] float32, weight x scaling per row (grouped kernels).
         n_tiles: [1] int32, tiles in use; T may be larger in a captured graph (grouped kernels).
     """
@@ -40,7 +42,7 @@ class Routing:
     rows: int
     slots: int
     groups: list[Group]
-    ranks: torch.Tensor
+    ranks: Sequence[int] = ()
     scalings: Sequence[float] = ()
     gates: torch.Tensor | None = None
     active: torch.Tensor | None = None
@@ -55,6 +57,23 @@ class Routing:
         return any(pairs and len(rows) for rows, pairs in self.groups)
 
 
+def slot_word(slot: int, rank: int) -> int:
+    """A slot in use and its adapter's rank in one int32; never 0."""
+    return slot | rank << 16
+
+
+def check_slot(slot: int, ranks: Sequence[int]) -> None:
+    """Refuse a slot that is out of range or holds no adapter.
+
+    Raises:
+        ValueError: says which.
+    """
+    if not 0 <= slot < len(ranks):
+        raise ValueError(f"slot {slot} is out of range, the pool has {len(ranks)}")
+    if ranks[slot] <= 0:
+        raise ValueError(f"slot {slot} is routed to but holds no adapter (rank {ranks[slot]})")
+
+
 def check_groups(groups: Sequence[Group], rows: int, ranks: Sequence[int]) -> None:
     """Refuse a routing that would read an empty slot or miss a row.
 
@@ -65,17 +84,22 @@ def check_groups(groups: Sequence[Group], rows: int, ranks: Sequence[int]) -> No
     covered = np.bincount(np.concatenate(named) if named else [], minlength=rows)
     for _, pairs in groups:
         for slot, _ in pairs:
-            if not 0 <= slot < len(ranks):
-                raise ValueError(f"slot {slot} is out of range, the pool has {len(ranks)}")
-            if ranks[slot] <= 0:
-                raise ValueError(f"slot {slot} is routed to but holds no adapter (rank {ranks[slot]})")
+            check_slot(slot, ranks)
     if rows and not (covered == 1).all():
         bad = int(np.flatnonzero(covered != 1)[0])
         raise ValueError(f"every row belongs to one group; row {bad} of {rows} belongs to {int(covered[bad])}")
 
 
-def dense_tables(groups: Sequence[Group], rows: int, scalings: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """(gates [rows, S] float32, active [1 + S] int32) of these groups. A slot named twice for a row adds up."""
+def active_table(used: Collection[int], ranks: Sequence[int]) -> list[int]:
+    """``Routing.active`` for the slots in use, without the zeros past them."""
+    words = [slot_word(slot, ranks[slot]) for slot in sorted(used)]
+    return [len(words), int(any(ranks[slot] % 8 for slot in used)), *words]
+
+
+def dense_tables(
+    groups: Sequence[Group], rows: int, ranks: Sequence[int], scalings: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(gates [rows, S] float32, active [2 + S] int32) of these groups. A slot named twice for a row adds up."""
     gates = np.zeros((rows, len(scalings)), dtype=np.float32)
     used = set()
     for numbers, pairs in groups:
@@ -83,27 +107,26 @@ def dense_tables(groups: Sequence[Group], rows: int, scalings: Sequence[float]) 
             gates[numbers, slot] += weight * scalings[slot]
             if len(numbers):
                 used.add(slot)
-    active = np.zeros(1 + len(scalings), dtype=np.int32)
-    active[0] = len(used)
-    active[1 : 1 + len(used)] = sorted(used)
+    active = np.zeros(2 + len(scalings), dtype=np.int32)
+    active[: 2 + len(used)] = active_table(used, ranks)
     return gates, active
 
 
 def grouped_tables(
-    groups: Sequence[Group], scalings: Sequence[float], block: int
+    groups: Sequence[Group], ranks: Sequence[int], scalings: Sequence[float], block: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tile_rows [T, block], tile_slots [T, P], tile_gates [T, P, block]): groups cut into tiles."""
     width = max([1, *(len(pairs) for numbers, pairs in groups if len(numbers))])
     total = sum(-(-len(numbers) // block) for numbers, _ in groups)
     tile_rows = np.full((total, block), -1, dtype=np.int32)
-    tile_slots = np.full((total, width), -1, dtype=np.int32)
+    tile_slots = np.zeros((total, width), dtype=np.int32)
     tile_gates = np.zeros((total, width, block), dtype=np.float32)
     at = 0
     for numbers, pairs in groups:
         count = -(-len(numbers) // block)
         tile_rows[at : at + count].reshape(-1)[: len(numbers)] = numbers
         for j, (slot, weight) in enumerate(pairs):
-            tile_slots[at : at + count, j] = slot
+            tile_slots[at : at + count, j] = slot_word(slot, ranks[slot])
             tile_gates[at : at + count, j] = weight * scalings[slot]
         at += count
     return tile_rows, tile_slots, tile_gates
@@ -140,12 +163,12 @@ def make_routing(
         host = torch.from_numpy(array)
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
-    routing = Routing(rows, len(ranks), list(groups), put(np.asarray(ranks, dtype=np.int32)), tuple(scalings))
+    routing = Routing(rows, len(ranks), list(groups), tuple(ranks), tuple(scalings))
     if rows <= DENSE_MAX_ROWS if dense is None else dense:
-        gates, active = dense_tables(groups, rows, scalings)
+        gates, active = dense_tables(groups, rows, ranks, scalings)
         routing.gates, routing.active = put(gates), put(active)
     else:
-        tile_rows, tile_slots, tile_gates = grouped_tables(groups, scalings, block)
+        tile_rows, tile_slots, tile_gates = grouped_tables(groups, ranks, scalings, block)
         routing.tile_rows, routing.tile_slots, routing.tile_gates = put(tile_rows), put(tile_slots), put(tile_gates)
         routing.n_tiles = put(np.asarray([len(tile_rows)], dtype=np.int32))
     return routing
