@@ -156,7 +156,7 @@ def dense_kernel(
     word = tl.load(active + 2 + index, mask=is_shrink, other=0)
     slot = word & 0xFFFF
     rank = word >> 16
-    part, n0, end = _locate(tile - SHRINK_TILES, BN, O1, O2, O3, O4)
+    _, n0, end = _locate(tile - SHRINK_TILES, BN, O1, O2, O3, O4)
     cols = tl.where(is_shrink, (tile % H_TILES) * BN, n0) + lane
     within = cols % RP
     col_live = tl.where(is_shrink, (within < rank) & (cols < C * RP), cols < end)

@@ -1,0 +1,332 @@
+"""What adapters cost a served model: decode step and prefill of a 7B shape with ATMM, over the same without LoRA.
+
+    python -m benchmarks.kernels.bench_step --summary results/summary.json      # an H100, about 4 minutes
+    python -m benchmarks.kernels.bench_step --tiny                              # a check on a laptop, records nothing
+
+Random bfloat16 weights and adapters on all seven projections, batch 32, input 256, 64 decode steps. Each engine (stock
+SGLang without LoRA, ours, stock with csgmv) is a process of its own; all are started first and then asked in turn, one
+request at a time, so that clocks that move hit every case alike. A decode step is (time for 65 tokens - time for 1) / 64,
+prefill the time for 1; medians over the rounds. Nothing is merged: every adapter row goes through the operator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.shape7b import make_adapter, make_model, plain_adapter_loading
+from benchmarks.summary import RESULTS, package_versions, record
+
+ADAPTERS = 8
+ANSWER = "@bench_step "
+MIXTURE_FLAG = "VLORA_BENCH_MIXTURE"
+# Engine -> rank of its adapters, 0 for no LoRA. Those of one phase run side by side; the first one stays.
+PHASES: tuple[dict[str, int], ...] = ({"off": 0, "ours": 64, "stock": 64}, {"ours16": 16})
+CASES = {
+    "off": ("base",),
+    "ours": ("base", "one", "eight", "mixture"),
+    "stock": ("base", "one", "eight"),
+    "ours16": ("base", "eight"),
+}
+# Figure -> (engine, case, what is timed).
+FIGURES = {
+    "decode8": ("ours", "eight", "step"),
+    "decode1": ("ours", "one", "step"),
+    "base": ("ours", "base", "step"),
+    "mixture": ("ours", "mixture", "step"),
+    "decode8_r16": ("ours16", "eight", "step"),
+    "prefill8": ("ours", "eight", "prefill"),
+    "prefill8_r16": ("ours16", "eight", "prefill"),
+}
+
+
+# In the engine's process
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """The scheduler process of our engine, with two slots a row while the flag file exists.
+
+    Latency depends on the routing alone, so adapter 0 is taken out of every other row without having been folded.
+    """
+    from vlora_sgl import processes
+    from vlora_sgl.lora.manager import VLoraManager
+
+    plain_adapter_loading()
+    flag, own = Path(os.environ[MIXTURE_FLAG]), VLoraManager._slot_pairs
+
+    def slot_pairs(self: VLoraManager, adapter: Any, merged: Any) -> tuple[tuple[int, float], ...]:
+        pairs = own(self, adapter, merged)
+        first = self._slot(min(a for a in self.memory_pool.uid_to_buffer_id if a is not None)) if pairs else 0
+        return (*pairs, (first, -1.0)) if pairs and pairs[0][0] != first and flag.exists() else pairs
+
+    VLoraManager._slot_pairs = slot_pairs  # type: ignore[method-assign]
+    processes.run_scheduler(*args, **kwargs)
+
+
+def run_stock_scheduler(*args: Any, **kwargs: Any) -> None:
+    """The scheduler process of a stock engine."""
+    from vlora_sgl import _sgl
+
+    plain_adapter_loading()
+    _sgl.run_scheduler_process(*args, **kwargs)
+
+
+def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, tiny: bool) -> Any:
+    """The engine ``name`` of ``PHASES``."""
+    options: dict[str, Any] = {"model_path": str(model), "disable_radix_cache": True, "port": port}
+    if rank:
+        options |= {
+            "enable_lora": True,
+            "lora_paths": [f"{path.name}={path}" for path in adapters],
+            "max_loras_per_batch": ADAPTERS + 1,
+            "max_lora_rank": rank,
+        }
+    if tiny:
+        options |= {"max_total_tokens": 4096}
+    else:
+        options |= {
+            "load_format": "dummy",
+            "attention_backend": "triton",
+            "mm_attention_backend": "triton_attn",
+            "sampling_backend": "pytorch",
+            "cuda_graph_bs_decode": [32],
+            # Several engines share the card; each takes what its weights need and this many tokens.
+            "mem_fraction_static": 0.9,
+            "max_total_tokens": 16384,
+            "chunked_prefill_size": 8192,
+        }
+    if name.startswith("ours"):
+        from vlora_sgl import processes
+        from vlora_sgl.engine import Engine
+        from vlora_sgl.server_args import VLoraArgs
+
+        class Ours(Engine):
+            run_scheduler_process_func = processes.WithEnvironment(run_scheduler)
+
+        return Ours(vlora=VLoraArgs(mode="unmerged"), **options)
+    from vlora_sgl import _sgl
+    from vlora_sgl.defaults import CPU_DEFAULTS
+
+    class Stock(_sgl.Engine):
+        run_scheduler_process_func = staticmethod(run_stock_scheduler)
+
+    stock = {"lora_backend": "torch_native" if tiny else "csgmv"} if rank else {}
+    return Stock(log_level="error", **(CPU_DEFAULTS if tiny else {}), **stock, **options)
+
+
+def adapters_of(case: str, batch: int) -> list[str | None] | None:
+    """The adapter of every row."""
+    if case == "base":
+        return None
+    return ["adapter0" if case == "one" else f"adapter{i * ADAPTERS // batch}" for i in range(batch)]
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Build one engine and time what standard input asks for: lines of (case, tokens)."""
+    adapters = [args.directory / f"rank{args.rank}" / f"adapter{i}" for i in range(ADAPTERS)] if args.rank else []
+    flag = Path(os.environ[MIXTURE_FLAG])
+    engine = build(args.engine, args.directory / "model", adapters, args.rank, args.port, args.tiny)
+    prompts = [[100 + (31 * row + i) % 200 for i in range(args.input)] for row in range(args.batch)]
+    print(ANSWER + json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        case, tokens = json.loads(line)
+        flag.touch() if case == "mixture" else flag.unlink(missing_ok=True)
+        parameters = {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens}
+        names = {"lora_path": adapters_of(case, args.batch)} if args.rank else {}
+        start = time.perf_counter()
+        engine.generate(input_ids=prompts, sampling_params=parameters, **names)
+        print(ANSWER + json.dumps(time.perf_counter() - start), flush=True)
+    engine.shutdown()
+
+
+# In the controlling process
+
+
+@dataclass
+class Worker:
+    """One engine's process and its answers."""
+
+    process: subprocess.Popen[str]
+    answers: queue.Queue[Any]
+
+    @classmethod
+    def start(cls, name: str, rank: int, number: int, args: argparse.Namespace, directory: Path) -> Worker:
+        """Start an engine; ``wait`` for its first answer."""
+        command = [sys.executable, "-m", "benchmarks.kernels.bench_step", "--engine", name, "--rank", str(rank)]
+        command += ["--directory", str(directory), "--port", str(31000 + 1000 * number)]
+        command += ["--batch", str(args.batch), "--input", str(args.input), *(["--tiny"] if args.tiny else [])]
+        log = (directory / f"{name}.log").open("w")
+        environment = {**os.environ, MIXTURE_FLAG: str(directory / f"{name}.mixture")}
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        worker = cls(process, queue.Queue())
+        threading.Thread(target=worker._read, daemon=True).start()
+        return worker
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                self.answers.put(json.loads(line.removeprefix(ANSWER)))
+        self.answers.put(None)
+
+    def wait(self, seconds: float) -> Any:
+        """The next answer; ``None`` if the process ended or did not answer in time."""
+        try:
+            return self.answers.get(timeout=max(seconds, 0.1))
+        except queue.Empty:
+            return None
+
+    def ask(self, case: str, tokens: int, seconds: float) -> float:
+        """Seconds of one batch.
+
+        Raises:
+            RuntimeError: it did not answer.
+        """
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([case, tokens]) + "\n")
+        self.process.stdin.flush()
+        answer = self.wait(seconds)
+        if answer is None:
+            raise RuntimeError(f"no answer to {case}, {tokens} tokens, in {seconds:.0f} s")
+        return float(answer)
+
+    def stop(self) -> None:
+        """Kill the process and all it started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait()
+
+
+def measure(workers: dict[str, Worker], args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
+    """All cases of these engines in turn, round by round; the first round warms up."""
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for round_ in range(args.repeats + 1):
+        for name in list(workers):
+            for case in CASES[name]:
+                try:
+                    first = workers[name].ask(case, 1, min(60.0, deadline - time.monotonic()))
+                    whole = workers[name].ask(case, 1 + args.steps, min(60.0, deadline - time.monotonic()))
+                except (RuntimeError, OSError) as error:
+                    print(f"{name}: {error}", flush=True)
+                    workers.pop(name).stop()
+                    break
+                if round_:
+                    times.setdefault((name, case), []).append((first, (whole - first) / args.steps))
+    rows = []
+    for (name, case), values in times.items():
+        row: dict[str, Any] = {"engine": name, "case": case, "rounds": len(values)}
+        for what, own in zip(("prefill", "step"), zip(*values, strict=True), strict=True):
+            row[f"{what}_ms"] = round(1e3 * statistics.median(own), 4)
+            row[f"{what}_range_ms"] = [round(1e3 * min(own), 4), round(1e3 * max(own), 4)]
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def ratios(rows: list[dict[str, Any]], phase: int) -> dict[str, float]:
+    """Times over those of ``off`` in the same phase, by figure, and stock's beside them."""
+    found = {(row["engine"], row["case"]): row for row in rows if row["phase"] == phase}
+    off = found.get(("off", "base"))
+    wanted = dict(FIGURES)
+    wanted |= {f"stock_{case}": ("stock", case, "step") for case in CASES["stock"]}
+    wanted |= {"stock_prefill8": ("stock", "eight", "prefill")}
+    return {
+        name: found[engine, case][f"{what}_ms"] / off[f"{what}_ms"]
+        for name, (engine, case, what) in wanted.items()
+        if off is not None and (engine, case) in found
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--input", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which everything is killed")
+    parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; nothing is recorded")
+    parser.add_argument("--summary", type=Path, help="where the figures go")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "kernels" / "step.json")
+    for flag, kind in (("--engine", str), ("--rank", int), ("--directory", Path), ("--port", int)):
+        parser.add_argument(flag, type=kind, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        serve(args)
+        return
+    began = time.monotonic()
+    rows, figures = run_phases(args, began + args.limit)
+    for name, value in figures.items():
+        print(f"{name}_over_off {value:.3f}")
+    print(f"{time.monotonic() - began:.0f} s")
+    if args.tiny:
+        return
+    import torch
+
+    about = {"card": torch.cuda.get_device_name(0), "versions": package_versions(), "figures": figures}
+    args.rows.parent.mkdir(parents=True, exist_ok=True)
+    args.rows.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    for name in FIGURES.keys() & figures.keys() if args.summary else ():
+        record(f"atmm.model.{name}_over_off", figures[name], "ratio", False, summary=args.summary)
+
+
+def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """(rows, ratios) of all phases; engines that fail are left out with a message and the end of their log."""
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, float] = {}
+    workers: dict[str, Worker] = {}
+    phases = [{name: rank for name, rank in phase.items() if name not in args.skip} for phase in PHASES]
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        model = make_model(directory / "model", args.tiny)
+        for rank in sorted({rank for phase in phases for rank in phase.values()} - {0}):
+            # One adapter's bytes serve for all: latency does not depend on values.
+            first = make_adapter(directory / f"rank{rank}" / "adapter0", model, rank, rank)
+            for i in range(1, ADAPTERS):
+                other = first.parent / f"adapter{i}"
+                other.mkdir()
+                for file in first.iterdir():
+                    os.link(file, other / file.name)
+        try:
+            for phase, engines in enumerate(phases):
+                for name in [name for name in workers if name != "off"]:
+                    workers.pop(name).stop()
+                for name, rank in engines.items():
+                    workers[name] = Worker.start(name, rank, 2 * phase + len(workers), args, directory)
+                for name in engines:
+                    if workers[name].wait(deadline - time.monotonic()) != "ready":
+                        print(f"{name} did not start\n{(directory / f'{name}.log').read_text()[-3000:]}", flush=True)
+                        workers.pop(name).stop()
+                print(f"phase {phase}: {', '.join(workers)} ready", flush=True)
+                rows += [{**row, "phase": phase} for row in measure(workers, args, deadline)]
+                figures |= ratios(rows, phase)
+        finally:
+            for worker in workers.values():
+                worker.stop()
+    return rows, figures
+
+
+if __name__ == "__main__":
+    main()
