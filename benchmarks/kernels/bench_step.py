@@ -3,10 +3,10 @@
     python -m benchmarks.kernels.bench_step --summary results/summary.json      # an H100, about 4 minutes
     python -m benchmarks.kernels.bench_step --tiny                              # a check on a laptop, records nothing
 
-Random bfloat16 weights and adapters on all seven projections, batch 32, input 256, 64 decode steps. Each engine (stock
-SGLang without LoRA, ours, stock with csgmv) is a process of its own; all are started first and then asked in turn, one
-request at a time, so that clocks that move hit every case alike. A decode step is (time for 65 tokens - time for 1) / 64,
-prefill the time for 1; medians over the rounds. Nothing is merged: every adapter row goes through the operator.
+Random bfloat16 weights and adapters on all seven projections, batch 32, input 256, 64 decode steps. Each engine
+(stock SGLang without LoRA, ours, stock with csgmv) is a process of its own; all are started first and then asked in
+turn, so that clocks that move hit every case alike. A decode step is (time for 65 tokens - time for 1) / 64, prefill
+the time for 1; medians over the rounds. Nothing is merged: every adapter row goes through the operator.
 """
 
 from __future__ import annotations

@@ -392,6 +392,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 256, 1024, 8192])
     parser.add_argument("--slots", type=int, nargs="+", default=[8])
+    parser.add_argument("--ops", nargs="+", default=tiling.OPS, choices=tiling.OPS)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--budget", type=float, default=1800.0, help="seconds after which the search stops")
     parser.add_argument("--limit", type=int, default=24, help="candidates per key that survive the pruning")
@@ -416,6 +417,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.output or tiling.TABLES / f"{tiling.table_name(torch.cuda.get_device_name(0), triton.__version__)}.json"
     )
     jobs = list(jobs_of(shapes, args.ranks, args.rows, args.slots, getattr(torch, args.dtype)))
+    jobs = [job for job in jobs if job.op in args.ops]
     began = time.monotonic()
     results = search(jobs, path, args.budget, args.workers, args.limit, tqdm.write)
     print(f"{len(results)} of {len(jobs)} keys in {(time.monotonic() - began) / 60:.1f} minutes -> {path}")

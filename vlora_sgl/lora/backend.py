@@ -43,9 +43,9 @@ class Batch:
 class GraphTables:
     """Routing tables at fixed addresses, for every batch size up to ``max_rows``, refreshed by one copy.
 
-    The words of all tables lie in one int32 buffer: the list of active slots, and the gate table (dense kernels) or the
-    row tiles (grouped kernels, more rows). A refresh writes a pinned host buffer, one of a ring, and copies it;
-    it allocates nothing on the device and waits for the device only if that lags a whole ring behind.
+    The words of all tables lie in one int32 buffer: the list of active slots, and the gate table (dense kernels) or
+    the row tiles (grouped kernels, more rows). A refresh writes a pinned host buffer, one of a ring, and copies it; it
+    allocates nothing on the device and waits for the device only if that lags a whole ring behind.
     """
 
     RING = 4

@@ -74,10 +74,10 @@ def _pick(words, i, LENGTH: tl.constexpr):
 
 @triton.jit
 def _load_b(b_ptrs, b_slot, word, col_live, k, R: tl.constexpr, CUT: tl.constexpr):
-    """B of the slot that ``word`` (slot | rank << 16) names: [BN, RP], zero past its rank, all zero for no slot.
+    """B of the slot in ``word`` (slot | rank << 16): [BN, RP], zero past its rank, all zero for no slot.
 
-    Whole groups of 8 keep the loads wide. With CUT the exact rank is cut in registers, which a rank that is no multiple
-    of 8 needs and which keeps the loads from being asynchronous.
+    Whole groups of 8 keep the loads wide. With CUT the exact rank is cut in registers, which a rank that is no
+    multiple of 8 needs and which keeps the loads from being asynchronous.
     """
     rank = word >> 16
     lane = (k // 8 * 8 < rank) & (k < R)
