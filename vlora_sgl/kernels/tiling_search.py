@@ -133,8 +133,8 @@ def candidates(job: Job) -> list[Tile]:
         deep = itertools.product((16, 32, 64, 128), (2, 4, 8))
         return [Tile(block_m, n, 0, 1, 4, stages) for n, stages in deep if stages <= max(2, job.slots)]
     if job.op in ("grouped_expand", "grouped_write"):
-        deep = itertools.product((64, 128, 256), (4, 8), (1, 4, 16))
-        return [Tile(block_m, n, 0, 1, warps, 2, run=run) for n, warps, run in deep]
+        spans = itertools.product((64, 128, 256), (4, 8), (1, 4, 16))
+        return [Tile(block_m, n, 0, 1, warps, 2, run=run) for n, warps, run in spans]
     grouped = job.op == "grouped_shrink"
     ranked: list[tuple[float, Tile]] = []
     plan = "grid" if job.op == "linear" else ""
