@@ -45,6 +45,8 @@ NAMES: dict[str, str] = {
     # managers
     "Scheduler": "sglang.srt.managers.scheduler:Scheduler",
     "GenerateReqInput": "sglang.srt.managers.io_struct:GenerateReqInput",
+    "PauseGenerationReqInput": "sglang.srt.managers.io_struct:PauseGenerationReqInput",
+    "ContinueGenerationReqInput": "sglang.srt.managers.io_struct:ContinueGenerationReqInput",
     "SchedulePolicy": "sglang.srt.managers.schedule_policy:SchedulePolicy",
     "TokenizerManager": "sglang.srt.managers.tokenizer_manager:TokenizerManager",
     "OpenAIServingBase": "sglang.srt.entrypoints.openai.serving_base:OpenAIServingBase",
@@ -65,6 +67,8 @@ NAMES: dict[str, str] = {
     "CacheInitParams": "sglang.srt.mem_cache.cache_init_params:CacheInitParams",
     "register_radix_cache_backend": "sglang.srt.mem_cache.registry:register_radix_cache_backend",
     "default_radix_cache_factory": "sglang.srt.mem_cache.registry:default_radix_cache_factory",
+    "mm_utils": "sglang.srt.managers.mm_utils",
+    "MultiModalStaticCache": "sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache",
     # LoRA
     "lora_module": "sglang.srt.lora.lora",
     "LoadConfig": "sglang.srt.configs.load_config:LoadConfig",
@@ -117,6 +121,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "RadixCache.match_prefix": ("self", "params"),
     "RadixCache.insert": ("self", "params"),
     "RadixCache._split_node": ("self", "key", "child", "split_len"),
+    "MultiModalStaticCache.get": ("self", "mm_hashes", "combined_hash"),
+    "MultiModalStaticCache.get_single": ("self", "mm_hash"),
     "register_radix_cache_backend": ("name", "factory"),
     "LoRAManager.load_lora_weights": ("self", "lora_ref"),
     "LoRAManager.load_lora_weights_from_tensors": ("self", "lora_ref", "tensors"),

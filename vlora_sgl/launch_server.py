@@ -67,9 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         server_args = prepare(argv)
+        from vlora_sgl import stats
         from vlora_sgl.heads import routes
 
         routes.mount(_sgl.http_server.app)
+        _sgl.http_server.app.include_router(stats.router)
         _sgl.http_server.launch_server(
             server_args,
             init_tokenizer_manager_func=processes.init_tokenizer_manager,

@@ -75,6 +75,10 @@ class VLoraArgs:
         metavar="HOST",
     )
 
+    encoder_cache_mb: int = _flag(
+        100, "device memory for outputs of the image encoder, kept for images that come back", type=int, metavar="MIB"
+    )
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "adapter_root", tuple(self.adapter_root))
         object.__setattr__(self, "image_host", tuple(self.image_host))

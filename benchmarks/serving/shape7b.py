@@ -1,11 +1,13 @@
 """Engines for benchmarks without checkpoints: a Qwen2.5-VL of 7B shape with random weights, and random adapters.
 
-Latency depends on shapes alone; answers of these models mean nothing. ``tiny`` runs the same code on a CPU.
+The vision tower has its real shape too, so an image costs what it costs. Latency depends on shapes alone; answers of
+these models mean nothing. ``tiny`` runs the same code on a CPU.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,16 @@ SHAPE_7B = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
 }
+VISION_7B = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "window_size": 112,
+}
+MAX_PIXELS = 1024 * 1024
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -38,14 +50,33 @@ def make_model(directory: Path, tiny: bool) -> Path:
     rope = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
     text[rope] = {**text[rope], "mrope_section": [16, 24, 24]}
     text.pop("layer_types", None)
-    config["vision_config"]["out_hidden_size"] = SHAPE_7B["hidden_size"]
+    config["vision_config"].update(VISION_7B)
     config["dtype"] = config["torch_dtype"] = "bfloat16"
     (path / "config.json").write_text(json.dumps(config, indent=1))
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (path / name).exists():
+            settings = json.loads((path / name).read_text())
+            allow_large_images(settings)
+            (path / name).write_text(json.dumps(settings, indent=1))
     return path
 
 
-def make_adapter(directory: Path, model: Path, seed: int, rank: int) -> Path:
-    """Write a random PEFT adapter on all seven projections, bfloat16."""
+def allow_large_images(settings: Any) -> None:
+    """Raise the pixel limit of an image processor's settings, in place, wherever this release keeps it."""
+    if not isinstance(settings, dict):
+        return
+    for key, value in settings.items():
+        if key in ("max_pixels", "longest_edge") and value is not None:
+            settings[key] = MAX_PIXELS
+        else:
+            allow_large_images(value)
+
+
+def make_adapters(root: Path, model: Path, names: Iterable[str], rank: int) -> dict[str, Path]:
+    """Write random PEFT adapters on all seven projections, bfloat16, one directory per name below ``root``.
+
+    They differ in one matrix, which makes them different adapters and saves the time to draw the rest.
+    """
     text = json.loads((model / "config.json").read_text())
     text = text.get("text_config", text)
     hidden, inner = text["hidden_size"], text["intermediate_size"]
@@ -53,17 +84,13 @@ def make_adapter(directory: Path, model: Path, seed: int, rank: int) -> Path:
     shapes = dict.fromkeys(("q_proj", "o_proj"), (hidden, hidden))
     shapes |= dict.fromkeys(("k_proj", "v_proj"), (hidden, small))
     shapes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, inner)) | {"down_proj": (inner, hidden)}
-    generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(text["num_hidden_layers"]):
         for name, (width_in, width_out) in shapes.items():
             block = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             stem = f"base_model.model.model.language_model.layers.{layer}.{block}.{name}"
             for part, shape in (("lora_A", (rank, width_in)), ("lora_B", (width_out, rank))):
-                noise = torch.randn(shape, generator=generator) * 0.01
-                tensors[f"{stem}.{part}.weight"] = noise.to(torch.bfloat16)
-    directory.mkdir(parents=True)
-    save_file(tensors, directory / "adapter_model.safetensors")
+                tensors[f"{stem}.{part}.weight"] = (torch.randn(shape) * 0.01).to(torch.bfloat16)
     config = {
         "peft_type": "LORA",
         "r": rank,
@@ -71,8 +98,15 @@ def make_adapter(directory: Path, model: Path, seed: int, rank: int) -> Path:
         "target_modules": list(PROJECTIONS),
         "bias": "none",
     }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
+    first = next(iter(tensors))
+    directories = {}
+    for name in names:
+        directories[name] = root / name
+        directories[name].mkdir(parents=True)
+        tensors[first] = torch.randn(tensors[first].shape).mul(0.01).to(torch.bfloat16)
+        save_file(tensors, directories[name] / "adapter_model.safetensors")
+        (directories[name] / "adapter_config.json").write_text(json.dumps(config))
+    return directories
 
 
 def engine_options(model: Path, adapters: dict[str, Path], rank: int, tiny: bool) -> dict[str, Any]:
@@ -90,7 +124,7 @@ def engine_options(model: Path, adapters: dict[str, Path], rank: int, tiny: bool
             "attention_backend": "triton",
             "mm_attention_backend": "triton_attn",
             "sampling_backend": "pytorch",
-            "cuda_graph_bs_decode": [1, 8],
+            "cuda_graph_bs_decode": [1, 8, 16, 32],
             "mem_fraction_static": 0.7,
             "chunked_prefill_size": 8192,
         }
@@ -111,6 +145,27 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
     plain_adapter_loading()
     processes.run_scheduler(*args, **kwargs)
+
+
+def run_stock_scheduler(*args: Any, **kwargs: Any) -> None:
+    """The scheduler process of a benchmark's stock engine."""
+    from vlora_sgl import _sgl
+
+    plain_adapter_loading()
+    _sgl.run_scheduler_process(*args, **kwargs)
+
+
+def build_stock_engine(**options: Any) -> Any:
+    """Stock SGLang's ``Engine``, told the same. To be called in a process that runs nothing of ours."""
+    from vlora_sgl import _sgl
+    from vlora_sgl.defaults import CPU_DEFAULTS
+    from vlora_sgl.platforms.cpu import is_plain_cpu
+
+    class StockEngine(_sgl.Engine):
+        run_scheduler_process_func = staticmethod(run_stock_scheduler)
+
+    here = {**CPU_DEFAULTS, "lora_backend": "torch_native"} if is_plain_cpu() else {}
+    return StockEngine(**{**here, "enable_multimodal": True, "log_level": "error", **options})
 
 
 def build_engine(**options: Any) -> Any:

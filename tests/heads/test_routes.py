@@ -13,6 +13,7 @@ from vlora_sgl.errors import HeadError, RequestError
 from vlora_sgl.heads import ClassifyHead, DetectHead, save_heads
 from vlora_sgl.heads.requests import answer_text, check_head_requests
 from vlora_sgl.heads.routes import check_image_urls, in_pixels_sent, move_head
+from vlora_sgl.managers.tokenizer_manager import forget_claimed_hashes
 
 
 @pytest.mark.parametrize(
@@ -73,3 +74,10 @@ def test_heads_are_checked_before_the_engine(tmp_path: Any) -> None:
     check_head_requests(request("kind", "unknown"), adapters)  # the adapter is reported, not its head
     save_heads(tmp_path, [ClassifyHead("other", 8, ["a", "b"])])
     check_head_requests(request("other"), adapters)  # files that changed are read again
+
+
+def test_an_images_claim_about_itself_is_forgotten() -> None:
+    image = {"format": "processor_output", "pixel_values": [1], "hash": 7, "pad_value": 9}
+    forget_claimed_hashes(["data:,", [image]])
+    assert image == {"format": "processor_output", "pixel_values": [1]}
+    forget_claimed_hashes(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.serving.bench_match import KINDS, match_seconds
 from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.managers.radix_cache import (
     NEVER,
     AdapterContent,
     CacheIdentity,
+    ElementKey,
     ImageSpan,
     Numbering,
     VLoraRadixCache,
@@ -384,33 +385,39 @@ def test_refuses_keys_that_are_not_its_own() -> None:
         VLoraRadixCache(_sgl.CacheInitParams(False, pool, pool, 1, enable_kv_cache_events=True))
 
 
-def match_cost(repeats: int = 9, prefixes: int = 1000, length: int = 4096) -> dict[str, float]:
-    """Seconds per match of ``prefixes`` prefixes of ``length`` tokens, best of ``repeats`` interleaved rounds."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = [array("q", torch.randint(0, 150_000, (length,), generator=generator).tolist()) for _ in range(prefixes)]
-    keys: dict[str, tuple[Any, list[Any]]] = {"sglang": (make_cache(Pool(), cls=_sgl.RadixCache), [None] * prefixes)}
-    for name, adapter, images in (
-        ("text", None, ()),
-        ("image, activated adapter", AdapterContent("c", "after_image"), (ImageSpan(16, 1040, "cat"),)),
-    ):
-        cache = make_cache(Pool())
-        keys[name] = (cache, [cache.identify(prompt, None, adapter, images) for prompt in prompts])
-    value = torch.arange(length)
-    for cache, identities in keys.values():
-        for prompt, identity in zip(prompts, identities, strict=True):
-            insert(cache, prompt, identity, value)
-    best = dict.fromkeys(keys, float("inf"))
-    for _ in range(repeats):
-        for name, (cache, identities) in keys.items():
-            params = [
-                _sgl.MatchPrefixParams(key=_sgl.RadixKey(p, i)) for p, i in zip(prompts, identities, strict=True)
-            ]
-            start = time.perf_counter()
-            for one in params:
-                cache.match_prefix(one)
-            best[name] = min(best[name], (time.perf_counter() - start) / prefixes)
-    return best
+@given(
+    shared=st.integers(0, 300),
+    tails=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    page_size=st.sampled_from([1, 4, 16]),
+    limit=st.none() | st.integers(0, 340),
+)
+def test_keys_match_as_sglangs_do(shared: int, tails: tuple[int, int], page_size: int, limit: int | None) -> None:
+    tokens = list(range(shared))
+    mine, other = ids(*tokens, *[-1] * tails[0]), _sgl.RadixKey(ids(*tokens, *[-2] * tails[1]), limit=limit)
+    expected = _sgl.RadixKey(mine).match(other, page_size)
+    assert ElementKey(mine, None).match(other, page_size) == expected
+    assert ElementKey(mine, None)[: shared // 2].match(other, page_size) <= expected
 
 
-def test_matching_finds_what_the_benchmark_asks_for() -> None:
-    assert all(cost > 0 for cost in match_cost(repeats=1, prefixes=8, length=64).values())
+def test_long_keys_never_cross_namespaces() -> None:
+    with pytest.raises(ValueError, match="extra_key"):
+        ElementKey(ids(*range(200)), "a").match(_sgl.RadixKey(ids(*range(200)), "b"))
+
+
+def test_nodes_have_the_fast_key_whole_split_and_grown() -> None:
+    cache, tokens = make_cache(Pool()), ids(*range(300))
+    insert(cache, tokens[:200], None)
+    insert(cache, ids(*range(100), *range(500, 600)), None)
+    insert(cache, tokens, None)
+    nodes, kinds = [cache.root_node], set()
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children.values()
+        kinds |= {type(child.key) for child in node.children.values()}
+    assert kinds == {ElementKey} and len(match(cache, tokens, None).device_indices) == 300
+
+
+def test_the_benchmark_times_every_look_up() -> None:
+    found = match_seconds(repeats=2, prefixes=5, length=64)
+    assert found.keys() == KINDS.keys()
+    assert all(len(times) == 10 and min(times) > 0 for side in found.values() for times in side.values())

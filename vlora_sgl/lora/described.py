@@ -14,6 +14,7 @@ import torch
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import AdapterDescription, load_heads, read_description
 from vlora_sgl.lora.forks import split_batch
+from vlora_sgl.lora.layout import is_tower
 from vlora_sgl.lora.manager import VLoraManager
 
 
@@ -25,11 +26,13 @@ class DescribedAdapter:
         description: its ``vlora_adapter.json``.
         heads: its heads, on the device, by name.
         digest: of all that decides KV: weights, configuration, activation. Equal digests mean interchangeable KV.
+        tower: the digest, if the adapter has weights in the vision tower; ``None`` if images are encoded as ever.
     """
 
     description: AdapterDescription
     heads: Mapping[str, VisionHead]
     digest: str
+    tower: str | None = None
 
 
 class DescribedLoRAManager(VLoraManager):
@@ -63,8 +66,10 @@ class DescribedLoRAManager(VLoraManager):
         self._describe(lora_ref, AdapterDescription(), {})
 
     def _describe(self, lora_ref: Any, description: AdapterDescription, heads: dict[str, VisionHead]) -> None:
-        digest = content_digest(self.loras[lora_ref.lora_id], description)
-        self.described[lora_ref.lora_id] = DescribedAdapter(description, heads, digest)
+        adapter = self.loras[lora_ref.lora_id]
+        digest = content_digest(adapter, description)
+        sees = any(is_tower(name) for layer in adapter.layers for name in layer.weights)
+        self.described[lora_ref.lora_id] = DescribedAdapter(description, heads, digest, digest if sees else None)
 
     def prepare_lora_batch(self, forward_batch: Any) -> None:
         """SGLang's, over rows split at their forks."""

@@ -21,13 +21,14 @@ import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
+from vlora_sgl.managers.encoder_cache import layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Reuse:
         cached_tokens: taken from the cache, the sum of the next two.
         cached_text_tokens, cached_image_tokens: by what they are.
         shared_tokens: of the cached ones, computed by a request of another adapter (or the base model).
+        encoder_hits, encoder_misses: images with tokens to compute, by whether the encoder's output was kept.
     """
 
     prompt_tokens: int = 0
@@ -100,6 +102,8 @@ class Reuse:
     cached_text_tokens: int = 0
     cached_image_tokens: int = 0
     shared_tokens: int = 0
+    encoder_hits: int = 0
+    encoder_misses: int = 0
 
 
 @dataclass(slots=True)
@@ -126,16 +130,18 @@ class CacheIdentity(str):
         adapter: number of the adapter's content, 0 for the base model.
         fork: first position computed with the adapter.
         images: where images stand and their numbers, as ``(start, end, number)``, ascending.
+        root: what the tree's root branches by. A pair can never equal a caller's string.
         reuse_limit: matches for this request stop here, so that later tokens are computed; ``None`` is no limit.
         reuse: what the request found, once it was scheduled.
     """
 
-    __slots__ = ("_elements", "adapter", "fork", "images", "reuse", "reuse_limit", "salt")
+    __slots__ = ("_elements", "adapter", "fork", "images", "reuse", "reuse_limit", "root", "salt")
 
     salt: str | None
     adapter: int
     fork: int
     images: tuple[tuple[int, int, int], ...]
+    root: Hashable
     reuse_limit: int | None
     reuse: Reuse | None
     _elements: array
@@ -150,16 +156,11 @@ class CacheIdentity(str):
         numbers = ",".join(f"{start}-{end}:{number}" for start, end, number in images)
         self = super().__new__(cls, f"{adapter}@{fork}|{numbers}|{'-' if salt is None else '+' + salt}")
         self.salt, self.adapter, self.fork, self.images = salt, adapter, fork, images
+        self.root = (salt, adapter) if adapter and fork == 0 else salt
         self.reuse_limit = None
         self.reuse = None
         self._elements = array("q")
         return self
-
-    def root(self) -> Hashable:
-        """What the tree's root branches by. A pair can never equal a caller's string."""
-        if self.adapter and self.fork == 0:
-            return (self.salt, self.adapter)
-        return self.salt
 
     def renewed(self) -> CacheIdentity:
         """The same identity with no elements kept: a retracted request comes back with other output tokens."""
@@ -175,7 +176,7 @@ class CacheIdentity(str):
 
     def prefix_key(self, token_ids: array) -> Hashable:
         """Equal for requests whose KV is the same on the shareable prefix."""
-        return self.root(), self.elements(token_ids)[: self.shareable].tobytes()
+        return self.root, self.elements(token_ids)[: self.shareable].tobytes()
 
     def elements(self, token_ids: array) -> array:
         """Key elements of the request's tokens (int64). Kept, because a queued request's tokens only ever grow.
@@ -246,11 +247,7 @@ def image_spans(multimodal_inputs: Any) -> tuple[tuple[ImageSpan, ...], tuple[Ha
     spans: list[ImageSpan] = []
     placeless: list[Hashable] = []
     for item in multimodal_inputs.mm_items if multimodal_inputs is not None else ():
-        shape = tuple(
-            (name, tuple(np.asarray(item.model_specific_data[name]).ravel().tolist()))
-            for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "tgt_size")
-            if item.model_specific_data.get(name) is not None
-        )
+        shape = layout_of(item)
         if not item.offsets:
             placeless.append((item.hash, item.modality.name, shape))
         for part, (first, last) in enumerate(item.offsets or ()):
@@ -258,10 +255,32 @@ def image_spans(multimodal_inputs: Any) -> tuple[tuple[ImageSpan, ...], tuple[Ha
     return tuple(sorted(spans, key=lambda span: span.start)), tuple(placeless)
 
 
-def _rewrite(key: Any, identity: CacheIdentity) -> None:
-    # In place: SGLang makes a key per call and reads no more than its length afterwards. Making another costs 5 % of a
-    # match. A key once rewritten carries no identity any more, and so is not rewritten again.
-    key.token_ids, key.extra_key = identity.elements(key.token_ids), identity.root()
+class ElementKey(_sgl.RadixKey):
+    """SGLang's key, compared in one pass of NumPy. SGLang's own compares arrays of Python integers, many times slower.
+
+    The nodes of our tree have such keys; what is looked up is SGLang's.
+    """
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> ElementKey:
+        part = super().__getitem__(index)
+        return ElementKey(part.token_ids, part.extra_key)
+
+    def match(self, other: Any, page_size: int = 1) -> int:
+        """Length of the prefix shared with ``other``, in whole pages."""
+        length = min(len(self), len(other))
+        if length < WORTH_VECTORS:
+            return super().match(other, page_size)
+        self._check_compatible(other)
+        different = np.frombuffer(self.token_ids, np.int64, length) != np.frombuffer(other.token_ids, np.int64, length)
+        first = int(different.argmax())
+        matched = first if different[first] else length
+        return matched - matched % page_size
+
+
+WORTH_VECTORS = 64
+"""Elements from which on NumPy's fixed costs are less than the loop's."""
 
 
 class VLoraRadixCache(_sgl.RadixCache):
@@ -318,9 +337,12 @@ class VLoraRadixCache(_sgl.RadixCache):
 
     def match_prefix(self, params: Any) -> Any:
         """SGLang's ``match_prefix``, over elements. A request's ``reuse_limit`` counts when the request is given."""
-        key, identity = params.key, params.key.extra_key
+        key = params.key
+        identity = key.extra_key
         if isinstance(identity, CacheIdentity):
-            _rewrite(key, identity)
+            # In place: SGLang makes a key per call and reads no more than its length afterwards. A key once rewritten
+            # carries no identity any more, and so is not rewritten again.
+            key.token_ids, key.extra_key = identity.elements(key.token_ids), identity.root
             limit = identity.reuse_limit
             if limit is not None and params.req is not None:
                 key.limit = limit if key.limit is None else min(key.limit, limit)
@@ -329,11 +351,10 @@ class VLoraRadixCache(_sgl.RadixCache):
     def insert(self, params: Any) -> Any:
         """SGLang's ``insert``, over elements; a new node remembers whose request computed it."""
         key, identity = params.key, params.key.extra_key
-        creator = 0
+        creator, tokens, root = 0, key.token_ids, identity
         if isinstance(identity, CacheIdentity):
-            creator = identity.adapter
-            _rewrite(key, identity)
-        result = super().insert(params)
+            creator, tokens, root = identity.adapter, identity.elements(tokens), identity.root
+        result = super().insert(replace(params, key=ElementKey(tokens, root, limit=key.limit)))
         node = result.last_device_node
         if node is not None and not hasattr(node, "creator"):
             node.creator = creator
@@ -349,7 +370,9 @@ class VLoraRadixCache(_sgl.RadixCache):
         key = _sgl.RadixKey(token_ids, identity)
         return len(self.match_prefix(_sgl.MatchPrefixParams(key=key)).device_indices)
 
-    def measure(self, identity: CacheIdentity, node: Any, length: int, prompt_tokens: int) -> Reuse:
+    def measure(
+        self, identity: CacheIdentity, node: Any, length: int, prompt_tokens: int, encoder: tuple[int, int] = (0, 0)
+    ) -> Reuse:
         """What a request reuses, counted once per request, when it is first scheduled.
 
         Args:
@@ -357,6 +380,7 @@ class VLoraRadixCache(_sgl.RadixCache):
             node: the last node of its match.
             length: tokens matched.
             prompt_tokens: length of its prompt.
+            encoder: its images beyond the match, by whether their embedding is kept: hits and misses.
         """
         images = sum(end - start for start, end, _ in identity.images)
         cached_images = sum(max(0, min(end, length) - start) for start, end, _ in identity.images)
@@ -365,7 +389,7 @@ class VLoraRadixCache(_sgl.RadixCache):
             if getattr(node, "creator", 0) != identity.adapter:
                 shared += len(node.key)
             node = node.parent
-        reuse = Reuse(prompt_tokens, images, length, length - cached_images, cached_images, shared)
+        reuse = Reuse(prompt_tokens, images, length, length - cached_images, cached_images, shared, *encoder)
         if identity.reuse is None:
             identity.reuse = reuse
             self.totals.add(reuse)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vlora_sgl.core import AdapterId
+from vlora_sgl.managers import encoder_cache
 from vlora_sgl.managers.radix_cache import NEVER, AdapterContent, CacheIdentity, VLoraRadixCache, image_spans
 
 WORTH_WAITING = 32
@@ -18,17 +19,26 @@ Base: Any = object
 class PrefixReuse(Base):
     """Mixed into the scheduler, before SGLang's class."""
 
+    vlora_args: Any
     _computing: set[Any]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.encoder_cache = encoder_cache.install(self.vlora_args.encoder_cache_mb)
+
     def identify(self, req: Any) -> CacheIdentity | None:
-        """The cache identity of a new request (SGLang's ``Req``), or ``None`` when the prefix cache is off."""
+        """The cache identity of a new request (SGLang's ``Req``), or ``None`` when the prefix cache is off.
+
+        Its images get the keys of their embeddings, which do not depend on the prefix cache.
+        """
+        described = self.lora_manager.described[req.lora_id] if req.lora_id is not None else None
+        encoder_cache.name_embeddings(req.multimodal_inputs, described.tower if described is not None else None)
         if not isinstance(self.tree_cache, VLoraRadixCache):
             return None
         salt, adapter = req.extra_key, None
-        if req.lora_id is not None:
+        if described is not None:
             # SGLang appended the adapter's id, which is new with every load; content takes its place.
             salt = salt.removesuffix(req.lora_id) or None
-            described = self.lora_manager.described[req.lora_id]
             adapter = AdapterContent(described.digest, described.description.activation)
         images, placeless = image_spans(req.multimodal_inputs)
         return self.tree_cache.identify(req.origin_input_ids, salt, adapter, images, placeless)
@@ -47,8 +57,9 @@ class PrefixReuse(Base):
         self._computing = {self._prefix_key(req) for req in self._in_flight()} - {None}
         plan = super().get_new_batch_prefill(running_batch)
         if plan.batch_to_run is not None and isinstance(self.tree_cache, VLoraRadixCache):
+            encoding: set[int] = set()
             for req in plan.batch_to_run.reqs:
-                self._measure(req)
+                self._measure(req, encoding)
         return plan
 
     def place_forks(self, batch: Any) -> list[AdapterId]:
@@ -92,11 +103,16 @@ class PrefixReuse(Base):
         missing = req.extra_key.shareable - self.tree_cache.matched_length(req.origin_input_ids, req.extra_key)
         return missing < self.tree_cache.page_size
 
-    def _measure(self, req: Any) -> None:
+    def _measure(self, req: Any, encoding: set[int]) -> None:
+        """Count what a request of the new batch reuses, once; ``encoding`` are images that the batch encodes."""
         identity = req.extra_key
         if isinstance(identity, CacheIdentity) and identity.reuse is None:
             length = len(req.prefix_indices)
-            reuse = self.tree_cache.measure(identity, req.last_node, length, len(req.origin_input_ids))
+            needed = encoder_cache.images_to_encode(req.multimodal_inputs, length)
+            misses = {key for key in needed if not self.encoder_cache.has(key)} - encoding
+            encoding |= misses
+            encoder = len(needed) - len(misses), len(misses)
+            reuse = self.tree_cache.measure(identity, req.last_node, length, len(req.origin_input_ids), encoder)
             req.customized_info = {**(req.customized_info or {}), "vlora_reuse": [asdict(reuse)]}
 
     def reuse_state(self) -> dict[str, Any]:

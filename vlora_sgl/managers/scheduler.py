@@ -16,6 +16,7 @@ from vlora_sgl.managers.mode_choice import choose_mode
 from vlora_sgl.managers.planner import Planner
 from vlora_sgl.managers.policies import Limits, make_policy
 from vlora_sgl.managers.reuse import PrefixReuse
+from vlora_sgl.managers.reuse_metrics import ReuseMetrics
 from vlora_sgl.server_args import VLoraArgs
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
             pool.eviction_policy = self.residency
             collector = getattr(self.metrics_reporter, "metrics_collector", None)
             self.metrics = None if collector is None else VLoraMetrics(collector.labels)
+            self.reuse_metrics = None if collector is None else ReuseMetrics(collector.labels)
 
     def _make_planner(self) -> Planner:
         args, config = self.vlora_args, self.model_config.hf_text_config
@@ -127,7 +129,8 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
 
     def update_metrics(self) -> None:
         """Bring the Prometheus gauges up to date."""
-        assert self.planner is not None and self.metrics is not None
+        assert self.planner is not None and self.metrics is not None and self.reuse_metrics is not None
+        self.reuse_metrics.update(self.reuse_state(), self.encoder_cache.state(), self.head_totals)
 
         def by_name(reqs: Any) -> Counter[str]:
             refs = self.lora_manager.lora_refs
@@ -158,6 +161,7 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
             "plan": {**self.planner.state(), "slots": self.residency.state()} if self.planner is not None else None,
             **(self.lora_manager.mode_state() if self.lora_manager is not None else {}),
             "reuse": self.reuse_state(),
+            "encoder": self.encoder_cache.state(),
             "heads": self.head_totals,
         }
 

@@ -102,6 +102,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         # SGLang would take a caller's word for the content of an image, and so serve one image's KV for another.
         if getattr(obj, "mm_hashes", None):
             obj.mm_hashes = None
+        forget_claimed_hashes(getattr(obj, "image_data", None))
         await super()._validate_and_resolve_lora(obj)
 
     async def _resolve_lora_path(self, obj: Any) -> None:
@@ -116,6 +117,16 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
             if name is not None and name not in known and name not in self.lora_ref_cache:
                 raise UnknownAdapterResponse(name, known)
         await super()._resolve_lora_path(obj)
+
+
+def forget_claimed_hashes(image_data: Any) -> None:
+    """Take out, in place, what preprocessed images say about their own content, so that SGLang looks at them."""
+    if isinstance(image_data, list):
+        for one in image_data:
+            forget_claimed_hashes(one)
+    elif isinstance(image_data, dict):
+        image_data.pop("hash", None)
+        image_data.pop("pad_value", None)
 
 
 def name_adapters(output: Any, names: str | Sequence[str | None] | None) -> None:

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 from vlora_sgl import _sgl
+from vlora_sgl.managers import encoder_cache
 
 READERS = frozenset(
     {
@@ -55,7 +56,8 @@ class VLoraModelRunner(_sgl.ModelRunner):
             manager.unmerge()
 
     def rebase(self) -> None:
-        """Take the present weights as pristine."""
+        """Take the present weights as pristine, and forget what the weights before computed of images."""
+        encoder_cache.forget()
         manager = getattr(self, "lora_manager", None)
         if manager is not None:
             manager.rebase()

@@ -1,0 +1,230 @@
+"""A vision head against the LM head on the same question (V-LoRA, figure 16), and the streams one GPU can follow.
+
+::
+
+    python -m benchmarks.serving.bench_heads --summary results/summary.json      # 7B shape, random weights, a GPU
+    python -m benchmarks.serving.bench_heads --tiny --summary /tmp/summary.json  # the same on a laptop: a check
+    python -m benchmarks.serving.bench_heads --reference --summary results/summary.json  # answers, not seconds
+
+Two questions, as in the paper (section 6.2): one image of 256 tokens, and a video chunk, 6 frames of 256 tokens (of
+the 30 that a stream brings each second). A head answers either with its prefill; the LM head generates 5 tokens.
+
+- ``heads.latency_cut_vs_lm5``: 1 - latency of the head / latency of 5 tokens, one image, from the call to the answer.
+- ``heads.latency_over_prefill``: latency of the head / latency of 1 token, the same.
+- ``heads.video_latency_cut_vs_lm5``: the first, for the video chunk.
+- ``heads.throughput_over_lm5``: answers per second, 32 under way, 8 adapters, one image each: head / 5 tokens.
+- ``heads.streams``, ``heads.lm5_streams``: most streams, one chunk a second each, whose chunks are all answered within
+  a second (of a few seconds' trial at a time).
+- ``heads.served_vs_reference_mismatches`` (``--reference``): answers of heads of a tiny random model that differ from
+  transformers + PEFT + head, each asked alone and again among generating requests.
+
+No image is asked about twice, so no cache helps. Cases are interleaved; medians are reported, all values are in the
+rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.serving.client import Client, images, request
+from benchmarks.serving.shape7b import build_engine, engine_options, make_adapters, make_model
+from benchmarks.summary import record
+from vlora_sgl.heads import ClassifyHead, CountHead, DetectHead, save_heads
+
+ADAPTERS = [f"adapter{number}" for number in range(8)]
+HEAD = "head"
+CASES = {"head": (1, HEAD), "one token": (1, None), "five tokens": (5, None)}
+WORKERS = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a few hundred thousand parameters and 16-token images")
+    parser.add_argument("--reference", action="store_true", help="count wrong answers instead of seconds, on the CPU")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=9, help="of each latency, one more to warm up")
+    parser.add_argument("--seconds", type=int, default=4, help="of each throughput, and of each trial of streams")
+    parser.add_argument("--summary", type=Path, required=True, help="file to append the figures to")
+    parser.add_argument("--rows", type=Path, help="file to write all measured values to")
+    parser.add_argument("--plot", type=Path, help="file to draw them to")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = [reference_row(Path(scratch))] if args.reference else serve(Path(scratch), args)
+    for row in rows:
+        print(json.dumps(row))
+        if "figure" in row:
+            record(row["figure"], row["value"], row["unit"], row["higher_is_better"], summary=args.summary)
+    if args.rows:
+        args.rows.parent.mkdir(parents=True, exist_ok=True)
+        args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if args.plot:
+        plot(rows, args.plot)
+
+
+def serve(root: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start an engine and measure everything."""
+    model = make_model(root / "model", args.tiny)
+    config = json.loads((model / "config.json").read_text())
+    hidden = config.get("text_config", config)["hidden_size"]
+    adapters = make_adapters(root / "adapters", model, ADAPTERS, args.rank)
+    for path in adapters.values():
+        save_heads(path, [ClassifyHead(HEAD, hidden, [f"class {number}" for number in range(101)])])
+    engine = build_engine(**engine_options(model, adapters, args.rank, args.tiny))
+    try:
+        client, tokens = Client(engine), 16 if args.tiny else 256
+        return [*latencies(client, args.repeats, tokens), *throughputs(client, args.seconds, tokens)]
+    finally:
+        engine.shutdown()
+
+
+def figure(name: str, values: list[float], unit: str, higher_is_better: bool) -> dict[str, Any]:
+    """A row that goes into the summary: the median of ``values``."""
+    value = statistics.median(values)
+    return {
+        "figure": name,
+        "value": value,
+        "unit": unit,
+        "higher_is_better": higher_is_better,
+        "values": [round(v, 5) for v in values],
+    }
+
+
+def latencies(client: Client, repeats: int, tokens: int) -> list[dict[str, Any]]:
+    """Head, one token and five tokens, one request at a time, from the call and from the engine's queue."""
+    fresh, rows, cuts = images(tokens), [], {}
+    for question, frames in (("image", 1), ("video chunk", 6)):
+        seconds: dict[str, list[float]] = {}
+        for _, (case, (count, head)) in itertools.product(range(repeats + 1), CASES.items()):
+            for start, hold in (("call", False), ("queue", True)):
+                one = request(list(itertools.islice(fresh, frames)), ADAPTERS[0], count, head)
+                seconds.setdefault(f"{case} from the {start}", []).append(client.ask(one, hold=hold)[0].seconds)
+        seconds = {name: values[1:] for name, values in seconds.items()}  # the first round compiled and warmed up
+        for name, values in seconds.items():
+            rows.append({"question": question, "case": name, "seconds": [round(v, 5) for v in values]})
+        heads, five = seconds["head from the call"], seconds["five tokens from the call"]
+        cuts[question] = [1 - h / f for h, f in zip(heads, five, strict=True)]
+        if question == "image":
+            over = [h / o for h, o in zip(heads, seconds["one token from the call"], strict=True)]
+            rows.append(figure("heads.latency_over_prefill", over, "ratio", False))
+    rows.append(figure("heads.latency_cut_vs_lm5", cuts["image"], "ratio", True))
+    rows.append(figure("heads.video_latency_cut_vs_lm5", cuts["video chunk"], "ratio", True))
+    return rows
+
+
+def throughputs(client: Client, seconds: int, tokens: int) -> list[dict[str, Any]]:
+    """Answers per second when there is always a next request; and streams of video chunks."""
+    fresh, rows = images(tokens), []
+
+    def asker(frames: int, case: str) -> Callable[[int], dict[str, Any]]:
+        count, head = CASES[case]
+        return lambda n: request(list(itertools.islice(fresh, frames)), ADAPTERS[n % len(ADAPTERS)], count, head)
+
+    rates: dict[tuple[int, str], float] = {}
+    for frames, case in itertools.product((1, 6), ("head", "five tokens")):
+        client.saturate(asker(frames, case), WORKERS, 1)  # batches of this shape, for the first time
+        rates[frames, case] = client.saturate(asker(frames, case), WORKERS, seconds)
+        rows.append({"frames": frames, "case": case, "answers_per_second": round(rates[frames, case], 3)})
+    rows.append(figure("heads.throughput_over_lm5", [rates[1, "head"] / rates[1, "five tokens"]], "ratio", True))
+    for name, case in (("heads.streams", "head"), ("heads.lm5_streams", "five tokens")):
+        trials = list(stream_trials(client, asker(6, case), rates[6, case], seconds))
+        rows += [{"case": case, **trial} for trial in trials]
+        good = [trial["streams"] for trial in trials if trial["worst_seconds"] <= 1]
+        rows.append(figure(name, [max(good, default=0)], "streams", True))
+    return rows
+
+
+def stream_trials(
+    client: Client, make: Callable[[int], dict[str, Any]], rate: float, seconds: int
+) -> Iterator[dict[str, Any]]:
+    """Trials from just above the saturated rate downwards, until all chunks are answered within a second."""
+    for share in (1.05, 0.95, 0.85, 0.75, 0.6, 0.45, 0.3):
+        streams = int(rate * share)
+        if streams < 1:
+            return
+        found = client.stream(make, streams, seconds)
+        yield {
+            "streams": streams,
+            "worst_seconds": round(max(found), 4),
+            "median_seconds": round(statistics.median(found), 4),
+        }
+        if max(found) <= 1:
+            return
+
+
+def reference_row(root: Path, pictures: int = 5) -> dict[str, Any]:
+    """Served answers of random heads that are not those of transformers + PEFT + head."""
+    from tests.e2e.reference import Reference, assert_close
+    from tests.tiny_random import make_adapter
+    from vlora_sgl import Engine
+
+    model = make_model(root / "model", tiny=True)
+    adapters = {}
+    for number in range(2):
+        name = f"headed{number}"
+        adapters[name] = make_adapter(root / name, model, seed=number + 1)
+        labels = [f"class {index}" for index in range(10)]
+        heads = [ClassifyHead("classify", 128, labels), CountHead("count", 128, 9)]
+        save_heads(adapters[name], [*heads, DetectHead("detect", 128, ["cat", "dog"], threshold=0.01)])
+    noise = np.random.default_rng(0).integers(0, 256, (pictures, 84, 112, 3), dtype=np.uint8)
+    cases = list(itertools.product(adapters, ("classify", "count", "detect"), map(Image.fromarray, noise)))
+    reference = Reference(model)
+    asked = [request([picture], name, 1, head) for name, head, picture in cases]
+    wanted = [
+        reference.answer(adapters[name], head, one["prompt"], picture)
+        for (name, head, picture), one in zip(cases, asked, strict=True)
+    ]
+    engine = Engine(
+        model_path=str(model),
+        enable_lora=True,
+        lora_paths=[f"{name}={path}" for name, path in adapters.items()],
+        max_loras_per_batch=3,
+        max_lora_rank=16,
+    )
+    try:
+        client = Client(engine)
+        alone = [client.ask(one)[0] for one in asked]
+        engine.flush_cache()
+        generating = [request([picture], name, 8) for name, _, picture in cases]
+        mixed = client.ask(*(one for pair in zip(asked, generating, strict=True) for one in pair))[::2]
+    finally:
+        engine.shutdown()
+    wrong = 0
+    for answer, expected in zip([*alone, *mixed], [*wanted, *wanted], strict=True):
+        try:
+            assert_close(answer.meta_info["vlora_head"], expected)
+        except AssertionError:
+            wrong += 1
+    row = figure("heads.served_vs_reference_mismatches", [wrong], "answers", False)
+    return {**row, "answers": len(alone) + len(mixed)}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Latencies from the call, by question, and answers per second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawing, (left, right) = pyplot.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    for axis, key, label in ((left, "seconds", "seconds to the answer"), (right, "answers_per_second", "answers/s")):
+        shown = [row for row in rows if key in row and "queue" not in row["case"]]
+        names = [f"{row.get('question') or row['frames']}\n{row['case'].split(' from')[0]}" for row in shown]
+        values = [statistics.median(row[key]) if isinstance(row[key], list) else row[key] for row in shown]
+        axis.bar(range(len(shown)), values)
+        axis.set_xticks(range(len(shown)), names, rotation=60, fontsize=7)
+        axis.set_ylabel(label)
+    drawing.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Looking up a prefix: our radix cache against SGLang's, on the same tree of 1,000 prefixes of 4,096 tokens.
+
+::
+
+    python -m benchmarks.serving.bench_match --summary results/summary.json     # a minute of one core, no GPU
+
+``reuse.match_cost_vs_sglang``: time of a match in our tree over one in SGLang's, of the dearest kind of request: the
+base model's, without an image; an ordinary adapter's; or an activated adapter's with an image, whose key we rewrite.
+SGLang's key has the adapter in its ``extra_key``, as its scheduler writes it. Each prefix is looked up in both trees in
+turn, so that whatever else the machine does hits both alike; the ratio is of the medians over all look-ups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.summary import record
+from vlora_sgl import _sgl
+from vlora_sgl.managers.radix_cache import AdapterContent, ImageSpan, VLoraRadixCache
+
+IMAGE = ImageSpan(16, 1040, "an image")
+KINDS: dict[str, tuple[AdapterContent | None, tuple[ImageSpan, ...]]] = {
+    "text": (None, ()),
+    "adapter": (AdapterContent("a", None), ()),
+    "activated adapter, image": (AdapterContent("b", "after_image"), (IMAGE,)),
+}
+
+
+class NoPool:
+    """Stands for the memory pools, which a look-up does not touch."""
+
+    device = "cpu"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15, help="look-ups of each prefix")
+    parser.add_argument("--prefixes", type=int, default=1000)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--summary", type=Path, required=True)
+    args = parser.parse_args()
+    ratios = {}
+    for kind, seconds in match_seconds(args.repeats, args.prefixes, args.length).items():
+        ours, theirs = (statistics.median(seconds[name]) for name in ("ours", "sglang"))
+        ratios[kind] = ours / theirs
+        print(f"{kind}: {ours * 1e6:.1f} us, SGLang's {theirs * 1e6:.1f} us, ratio {ratios[kind]:.3f}")
+    record("reuse.match_cost_vs_sglang", max(ratios.values()), "ratio", False, summary=args.summary)
+
+
+def match_seconds(repeats: int, prefixes: int, length: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every look-up, by kind of request, for ``ours`` and ``sglang``."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [array("q", torch.randint(0, 150_000, (length,), generator=generator).tolist()) for _ in range(prefixes)]
+    found = {}
+    for kind, (adapter, images) in KINDS.items():
+        ours, theirs = make_cache(VLoraRadixCache), make_cache(_sgl.RadixCache)
+        identities = [ours.identify(prompt, None, adapter, images) for prompt in prompts]
+        sides: dict[str, tuple[Any, list[Any]]] = {
+            "ours": (ours, identities),
+            "sglang": (theirs, [None if adapter is None else "0f3a" * 8] * prefixes),
+        }
+        for cache, extra_keys in sides.values():
+            for prompt, extra_key in zip(prompts, extra_keys, strict=True):
+                key = _sgl.RadixKey(prompt, extra_key)
+                cache.insert(_sgl.InsertParams(key=key, value=torch.arange(length)))
+        found[kind] = _time(prompts, sides, repeats)
+    return found
+
+
+def _time(prompts: list[array], sides: dict[str, tuple[Any, list[Any]]], repeats: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    gc.disable()
+    try:
+        for repeat in range(repeats):
+            order = list(sides.items()) if repeat % 2 else list(reversed(sides.items()))
+            for position, prompt in enumerate(prompts):
+                for name, (cache, extra_keys) in order:
+                    params = _sgl.MatchPrefixParams(key=_sgl.RadixKey(prompt, extra_keys[position]))
+                    start = time.perf_counter()
+                    result = cache.match_prefix(params)
+                    seconds[name].append(time.perf_counter() - start)
+                    assert len(result.device_indices) == len(prompt)
+    finally:
+        gc.enable()
+    return seconds
+
+
+def make_cache(kind: Any) -> Any:
+    """An empty tree of one of the two kinds."""
+    return kind(_sgl.CacheInitParams(False, NoPool(), NoPool(), 1))
+
+
+if __name__ == "__main__":
+    main()

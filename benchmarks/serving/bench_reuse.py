@@ -1,0 +1,219 @@
+"""What the prefix cache saves: N adapters on the same image, and rounds of a conversation about one.
+
+::
+
+    python -m benchmarks.serving.bench_reuse --summary results/summary.json      # 7B shape, random weights, a GPU
+    python -m benchmarks.serving.bench_reuse --tiny --summary /tmp/summary.json  # the same on a laptop: a check
+
+- ``reuse.shared8_ttft_ratio``: mean time to first token of 8 requests, one adapter each, about one image of 1,024
+  tokens that is new to the server: adapters from the first token on (KV forks per adapter), over adapters that
+  activate behind the image (one KV for all). Both in our server.
+- ``reuse.shared8_image_tokens_computed``: image tokens computed for those 8 activated ones, over the image's.
+- ``reuse.shared8_ttft_vs_sglang``: the same requests, stock SGLang over our activated adapters.
+- ``reuse.round2_image_tokens_computed``: image tokens that the second round of a conversation computes, by the
+  server's own counters.
+
+The requests are all in the scheduler's queue before it starts, and times count from there: preprocessing the images
+takes the client's process the same time everywhere. Stock SGLang runs in a process of its own, with the same model and
+adapters; its adapters always fork the KV (as vLLM's do, whose block hashes contain the adapter's id). A case's values
+are of different images; medians are reported, all values are in the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.client import Client, images, request
+from benchmarks.serving.shape7b import build_engine, build_stock_engine, engine_options, make_adapters, make_model
+from benchmarks.summary import record
+from vlora_sgl.heads.store import save_heads
+
+SYSTEMS = ("ours", "stock")
+COUNTS = (1, 2, 4, 8, 16, 32)
+FORKED = 8
+"""Ordinary adapters in our server: enough for the comparison that the figure is about."""
+ROUNDS = 10
+MORE = "yes<|im_end|>\n<|im_start|>user\nIs there a cat?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a few hundred thousand parameters and a 64-token image")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--adapters", nargs="+", type=int, default=list(COUNTS), help="how many ask about one image")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5, help="of each case, one more to warm up")
+    parser.add_argument("--summary", type=Path, required=True, help="file to append the figures to")
+    parser.add_argument("--rows", type=Path, help="file to write all measured values to")
+    parser.add_argument("--plot", type=Path, help="file to draw them to")
+    parser.add_argument("--measure", choices=SYSTEMS, help=argparse.SUPPRESS)  # of the process of one system
+    args = parser.parse_args()
+    if args.measure:
+        write_rows(args.rows, measure(args.measure, args))
+        return
+    rows = []
+    for system in args.systems:
+        with tempfile.NamedTemporaryFile("r") as answer:
+            command = [sys.executable, "-m", "benchmarks.serving.bench_reuse", "--measure", system]
+            command += ["--rows", answer.name, "--summary", str(args.summary), "--rank", str(args.rank)]
+            command += ["--repeats", str(args.repeats), "--adapters", *map(str, args.adapters)]
+            subprocess.run([*command, "--tiny"] if args.tiny else command, check=True)
+            rows += [json.loads(line) for line in Path(answer.name).read_text().splitlines()]
+    for row in rows:
+        print(json.dumps(row))
+    for name, value, unit, higher_is_better in figures(rows):
+        print(f"{name}: {value:.4g} {unit}")
+        record(name, value, unit, higher_is_better, summary=args.summary)
+    if args.rows:
+        write_rows(args.rows, rows)
+    if args.plot:
+        plot(rows, args.plot)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def measure(system: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start one system's engine and measure it."""
+    most = max(args.adapters)
+    kinds = {"forked": most} if system == "stock" else {"forked": min(FORKED, most), "activated": most}
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        model = make_model(root / "model", args.tiny)
+        names = [f"{kind}{number}" for kind, count in kinds.items() for number in range(count)]
+        adapters = make_adapters(root / "adapters", model, names, args.rank)
+        for name, path in adapters.items():
+            if name.startswith("activated"):
+                save_heads(path, [], activation="after_image")
+        options = engine_options(model, adapters, args.rank, args.tiny)
+        options["max_loras_per_batch"] = most + 1
+        engine = (build_engine if system == "ours" else build_stock_engine)(**options)
+        try:
+            client, tokens = Client(engine), 64 if args.tiny else 1024
+            cases = [(kind, count) for count in args.adapters for kind, top in kinds.items() if count <= top]
+            rows = shared(client, cases, tokens, args.repeats) + rounds(client, list(kinds), tokens, args.repeats)
+        finally:
+            engine.shutdown()
+    return [{"system": system, **row} for row in rows]
+
+
+def shared(client: Client, cases: list[tuple[str, int]], tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """N adapters on one image, all in the queue at once. The image is new, or the encoder alone has seen it."""
+    fresh = images(tokens)
+    found: dict[tuple[str, int, str], list[dict[str, float]]] = {}
+    for repeat, (kind, count) in itertools.product(range(repeats + 1), cases):
+        picture = next(fresh)
+        requests = [request([picture], f"{kind}{number}", 1) for number in range(count)]
+        for image in ("new", "encoded"):
+            client.engine.flush_cache()
+            answers = client.ask(*requests, hold=True)
+            if repeat:
+                found.setdefault((kind, count, image), []).append(counts(answers))
+    return [
+        {"case": "shared", "kind": kind, "adapters": count, "image": image, **columns(values)}
+        for (kind, count, image), values in found.items()
+    ]
+
+
+def rounds(client: Client, kinds: list[str], tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """A conversation about one image, round after round, the answers so far in the prompt."""
+    fresh = images(tokens)
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for repeat, kind in itertools.product(range(min(repeats, 3) + 1), kinds):
+        one = request([next(fresh)], f"{kind}0", 1)
+        for number in range(1, ROUNDS + 1):
+            answers = client.ask(one, hold=True)
+            if repeat:
+                found.setdefault((kind, number), []).append(counts(answers))
+            one = {**one, "prompt": one["prompt"] + MORE}
+    return [{"case": "rounds", "kind": kind, "round": number, **columns(v)} for (kind, number), v in found.items()]
+
+
+def counts(answers: list[Any]) -> dict[str, float]:
+    """Mean seconds to the first token, and tokens that had to be computed; image tokens where the server counts."""
+    found = {
+        "seconds": round(statistics.mean(answer.seconds for answer in answers), 5),
+        "tokens_computed": sum(a.meta_info["prompt_tokens"] - a.meta_info["cached_tokens"] for a in answers),
+    }
+    if "vlora_reuse" in answers[0].meta_info:
+        reuse = [answer.meta_info["vlora_reuse"] for answer in answers]
+        found["image_tokens"] = reuse[0]["prompt_image_tokens"]
+        found["image_tokens_computed"] = sum(r["prompt_image_tokens"] - r["cached_image_tokens"] for r in reuse)
+    return found
+
+
+def columns(values: list[dict[str, float]]) -> dict[str, list[float]]:
+    """The values of several runs, by name."""
+    return {name: [value[name] for value in values] for name in values[0]}
+
+
+def figures(rows: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
+    """Name, value, unit and direction of what the rows allow to say."""
+
+    def one(system: str, **wanted: Any) -> Any:
+        for row in rows:
+            if row["system"] == system and wanted.items() <= row.items():
+                return row
+        return None
+
+    eight = {"case": "shared", "adapters": 8, "image": "new"}
+    stock, forked, activated = one("stock", **eight), one("ours", kind="forked", **eight), None
+    found = []
+    if forked is not None:
+        activated = one("ours", kind="activated", **eight)
+        found.append(("reuse.shared8_ttft_ratio", _ratio(forked, activated), "ratio", True))
+        share = max(activated["image_tokens_computed"]) / activated["image_tokens"][0]
+        found.append(("reuse.shared8_image_tokens_computed", share, "images", False))
+    if stock is not None and activated is not None:
+        found.append(("reuse.shared8_ttft_vs_sglang", _ratio(stock, activated), "ratio", True))
+    second = [row for row in rows if row["case"] == "rounds" and row["round"] == 2 and row["system"] == "ours"]
+    if second:
+        computed = max(itertools.chain.from_iterable(row["image_tokens_computed"] for row in second))
+        found.append(("reuse.round2_image_tokens_computed", computed, "tokens", False))
+    return found
+
+
+def _ratio(slow: dict[str, Any], fast: dict[str, Any]) -> float:
+    return statistics.median(slow["seconds"]) / statistics.median(fast["seconds"])
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Time to first token by adapters on one new image, and tokens computed by round."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawing, (left, right) = pyplot.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    left_rows = [row for row in rows if row["case"] == "shared" and row["image"] == "new"]
+    right_rows = [row for row in rows if row["case"] == "rounds"]
+    for axis, chosen, along, value in (
+        (left, left_rows, "adapters", "seconds"),
+        (right, right_rows, "round", "tokens_computed"),
+    ):
+        for system, kind in dict.fromkeys((row["system"], row["kind"]) for row in chosen):
+            line = [row for row in chosen if (row["system"], row["kind"]) == (system, kind)]
+            points = [(row[along], statistics.median(row[value])) for row in line]
+            style = "--" if system == "stock" else "-"
+            axis.plot(*zip(*points, strict=True), style, marker="o", label=f"{system}, {kind}")
+    left.set(xlabel="adapters on one image", ylabel="mean time to first token (s)", yscale="log", xscale="log")
+    left.set_xticks(ticks := sorted({row["adapters"] for row in left_rows}), ticks)
+    right.set(xlabel="round", ylabel="prompt tokens computed", yscale="log")
+    left.legend(fontsize=7)
+    right.legend(fontsize=7)
+    drawing.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The image encoder's outputs, kept on the device: counted, and under keys that name all that decides an embedding.
+
+SGLang keeps them by a hash of the pixels alone. The same patches in another grid (a grey image on its side) have other
+positions in the encoder, hence other embeddings; so would the same image under an adapter of the vision tower.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from vlora_sgl import _sgl
+
+_OURS = 1 << 127
+"""Set in every key of ours, so that an item (of a session, say) is not renamed twice. SGLang's hashes have 64 bits."""
+
+
+class EncoderCache(_sgl.MultiModalStaticCache):
+    """SGLang's least-recently-used cache of embeddings, which counts its look-ups.
+
+    Args:
+        max_size: bytes of embeddings kept; 0 keeps none.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max_size)
+        self.hits = self.misses = 0
+
+    def get(self, mm_hashes: list[int], combined_hash: int | None = None) -> Any:
+        """The embedding of a request's items together, or ``None``."""
+        return self._count(super().get(mm_hashes, combined_hash))
+
+    def get_single(self, mm_hash: int) -> Any:
+        """The embedding of one image, or ``None``."""
+        return self._count(super().get_single(mm_hash))
+
+    def _count(self, found: Any) -> Any:
+        self.hits += found is not None
+        self.misses += found is None
+        return found
+
+    def state(self) -> dict[str, int]:
+        """Figures for ``/vlora/stats`` and the metrics."""
+        return {
+            "hits": self.hits,
+            "misses": self.misses,
+            "images": len(self),
+            "bytes": self.current_size,
+            "capacity_bytes": self.max_size,
+        }
+
+
+def install(megabytes: int) -> EncoderCache:
+    """Put an empty cache in the place of SGLang's, in this process. One that SGLang turned off stays off."""
+    off = _sgl.mm_utils.embedding_cache is not None and _sgl.mm_utils.embedding_cache.max_size == 0
+    cache = EncoderCache(0 if off else megabytes << 20)
+    _sgl.mm_utils.embedding_cache = cache
+    return cache
+
+
+def forget() -> None:
+    """Drop all embeddings, because the encoder's weights are about to be others."""
+    if _sgl.mm_utils.embedding_cache is not None:
+        _sgl.mm_utils.embedding_cache.clear()
+
+
+def layout_of(item: Any) -> Hashable:
+    """How the patches of a multimodal item are laid out: what its hash does not cover."""
+    return tuple(
+        (name, tuple(np.asarray(item.model_specific_data[name]).ravel().tolist()))
+        for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "tgt_size")
+        if item.model_specific_data.get(name) is not None
+    )
+
+
+def name_embeddings(multimodal_inputs: Any, tower: str | None) -> None:
+    """Give the items of a request the keys that their embeddings are kept by, in place of their hashes.
+
+    Args:
+        multimodal_inputs: SGLang's ``MultimodalInputs``, or ``None``.
+        tower: digest of what the request's adapter changes in the vision tower; ``None`` if nothing.
+    """
+    for item in multimodal_inputs.mm_items if multimodal_inputs is not None else ():
+        if not item.hash & _OURS:
+            content = repr((item.hash, item.modality.name, layout_of(item), tower)).encode()
+            item.hash = _OURS | int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "big")
+
+
+def images_to_encode(multimodal_inputs: Any, start: int) -> list[int]:
+    """Keys of the items that have tokens at ``start`` of the prompt or later, one for each."""
+    items = multimodal_inputs.mm_items if multimodal_inputs is not None else ()
+    return [item.hash for item in items if any(last >= start for _, last in item.offsets or ())]
