@@ -6,8 +6,8 @@
 
 ``reuse.match_cost_vs_sglang``: time of a match in our tree over one in SGLang's, of the dearest kind of request: the
 base model's, without an image; an ordinary adapter's; or an activated adapter's with an image, whose key we rewrite.
-SGLang's key has the adapter in its ``extra_key``, as its scheduler writes it. Each prefix is looked up in both trees in
-turn, so that whatever else the machine does hits both alike; the ratio is of the medians over all look-ups.
+SGLang's key has the adapter in its ``extra_key``, as its scheduler writes it. Each prefix is looked up in both trees
+in turn, so that whatever else the machine does hits both alike; the ratio is of the medians over all look-ups.
 """
 
 from __future__ import annotations
