@@ -44,7 +44,6 @@ from vlora_sgl.heads import ClassifyHead, CountHead, DetectHead, save_heads
 ADAPTERS = [f"adapter{number}" for number in range(8)]
 HEAD = "head"
 CASES = {"head": (1, HEAD), "one token": (1, None), "five tokens": (5, None)}
-WORKERS = 32
 
 
 def main() -> None:
@@ -58,12 +57,13 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="file to write all measured values to")
     parser.add_argument("--plot", type=Path, help="file to draw them to")
     args = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        rows = [reference_row(Path(scratch))] if args.reference else serve(Path(scratch), args)
-    for row in rows:
-        print(json.dumps(row))
-        if "figure" in row:
-            record(row["figure"], row["value"], row["unit"], row["higher_is_better"], summary=args.summary)
+        for row in [reference_row(Path(scratch))] if args.reference else serve(Path(scratch), args):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if "figure" in row:
+                record(row["figure"], row["value"], row["unit"], row["higher_is_better"], summary=args.summary)
     if args.rows:
         args.rows.parent.mkdir(parents=True, exist_ok=True)
         args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,8 +71,8 @@ def main() -> None:
         plot(rows, args.plot)
 
 
-def serve(root: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start an engine and measure everything."""
+def serve(root: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Start an engine and measure everything; rows come as they are measured."""
     model = make_model(root / "model", args.tiny)
     config = json.loads((model / "config.json").read_text())
     hidden = config.get("text_config", config)["hidden_size"]
@@ -82,7 +82,8 @@ def serve(root: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     engine = build_engine(**engine_options(model, adapters, args.rank, args.tiny))
     try:
         client, tokens = Client(engine), 16 if args.tiny else 256
-        return [*latencies(client, args.repeats, tokens), *throughputs(client, args.seconds, tokens)]
+        yield from latencies(client, args.repeats, tokens)
+        yield from throughputs(client, args.seconds, tokens, 4 if args.tiny else 32)
     finally:
         engine.shutdown()
 
@@ -99,9 +100,9 @@ def figure(name: str, values: list[float], unit: str, higher_is_better: bool) ->
     }
 
 
-def latencies(client: Client, repeats: int, tokens: int) -> list[dict[str, Any]]:
+def latencies(client: Client, repeats: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Head, one token and five tokens, one request at a time, from the call and from the engine's queue."""
-    fresh, rows, cuts = images(tokens), [], {}
+    fresh = images(tokens)
     for question, frames in (("image", 1), ("video chunk", 6)):
         seconds: dict[str, list[float]] = {}
         for _, (case, (count, head)) in itertools.product(range(repeats + 1), CASES.items()):
@@ -110,20 +111,18 @@ def latencies(client: Client, repeats: int, tokens: int) -> list[dict[str, Any]]
                 seconds.setdefault(f"{case} from the {start}", []).append(client.ask(one, hold=hold)[0].seconds)
         seconds = {name: values[1:] for name, values in seconds.items()}  # the first round compiled and warmed up
         for name, values in seconds.items():
-            rows.append({"question": question, "case": name, "seconds": [round(v, 5) for v in values]})
+            yield {"question": question, "case": name, "seconds": [round(v, 5) for v in values]}
         heads, five = seconds["head from the call"], seconds["five tokens from the call"]
-        cuts[question] = [1 - h / f for h, f in zip(heads, five, strict=True)]
-        if question == "image":
+        cut = [1 - h / f for h, f in zip(heads, five, strict=True)]
+        yield figure(f"heads.{'video_' * (frames > 1)}latency_cut_vs_lm5", cut, "ratio", True)
+        if frames == 1:
             over = [h / o for h, o in zip(heads, seconds["one token from the call"], strict=True)]
-            rows.append(figure("heads.latency_over_prefill", over, "ratio", False))
-    rows.append(figure("heads.latency_cut_vs_lm5", cuts["image"], "ratio", True))
-    rows.append(figure("heads.video_latency_cut_vs_lm5", cuts["video chunk"], "ratio", True))
-    return rows
+            yield figure("heads.latency_over_prefill", over, "ratio", False)
 
 
-def throughputs(client: Client, seconds: int, tokens: int) -> list[dict[str, Any]]:
-    """Answers per second when there is always a next request; and streams of video chunks."""
-    fresh, rows = images(tokens), []
+def throughputs(client: Client, seconds: int, tokens: int, workers: int) -> Iterator[dict[str, Any]]:
+    """Answers per second with so many requests under way at any time; and streams of video chunks."""
+    fresh = images(tokens)
 
     def asker(frames: int, case: str) -> Callable[[int], dict[str, Any]]:
         count, head = CASES[case]
@@ -131,16 +130,15 @@ def throughputs(client: Client, seconds: int, tokens: int) -> list[dict[str, Any
 
     rates: dict[tuple[int, str], float] = {}
     for frames, case in itertools.product((1, 6), ("head", "five tokens")):
-        client.saturate(asker(frames, case), WORKERS, 1)  # batches of this shape, for the first time
-        rates[frames, case] = client.saturate(asker(frames, case), WORKERS, seconds)
-        rows.append({"frames": frames, "case": case, "answers_per_second": round(rates[frames, case], 3)})
-    rows.append(figure("heads.throughput_over_lm5", [rates[1, "head"] / rates[1, "five tokens"]], "ratio", True))
+        client.saturate(asker(frames, case), workers, 1)  # batches of this shape, for the first time
+        rates[frames, case] = client.saturate(asker(frames, case), workers, seconds)
+        yield {"frames": frames, "case": case, "answers_per_second": round(rates[frames, case], 3)}
+    yield figure("heads.throughput_over_lm5", [rates[1, "head"] / rates[1, "five tokens"]], "ratio", True)
     for name, case in (("heads.streams", "head"), ("heads.lm5_streams", "five tokens")):
         trials = list(stream_trials(client, asker(6, case), rates[6, case], seconds))
-        rows += [{"case": case, **trial} for trial in trials]
+        yield from ({"case": case, **trial} for trial in trials)
         good = [trial["streams"] for trial in trials if trial["worst_seconds"] <= 1]
-        rows.append(figure(name, [max(good, default=0)], "streams", True))
-    return rows
+        yield figure(name, [max(good, default=0)], "streams", True)
 
 
 def stream_trials(

@@ -62,20 +62,21 @@ class Reference:
         self.model_path = model
         self.build = lambda: Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
 
-    def answer(self, adapter: Path, head: str, prompt: str, image: Image.Image) -> Any:
-        """The head's answer."""
+    def answer(self, adapter: Path, head: str, prompt: str, *images: Image.Image) -> Any:
+        """The head's answer about one or several images."""
         from peft import PeftModel
 
         peft = PeftModel.from_pretrained(self.build(), adapter).eval()
-        inputs = self.processor(text=[prompt], images=[image], return_tensors="pt")
+        inputs = self.processor(text=[prompt], images=list(images), return_tensors="pt")
         with torch.no_grad():
             states = peft(**inputs, output_hidden_states=True).hidden_states[-1][0]  # post-norm, [tokens, hidden]
         module = load_heads(adapter, states.shape[-1])[head]
         if module.features == "last_token":
             return module.postprocess(module(states[-1:])[0])
-        _, height, width = inputs["image_grid_thw"][0].tolist()
-        shown = inputs["input_ids"][0] == peft.config.image_token_id
-        return merge_images([module.postprocess(module(states[shown]), Grid(height // 2, width // 2, 28))])
+        grids = [Grid(height // 2, width // 2, 28) for _, height, width in inputs["image_grid_thw"].tolist()]
+        raw = module(states[inputs["input_ids"][0] == peft.config.image_token_id])
+        parts = raw.split([grid.cells for grid in grids])
+        return merge_images([module.postprocess(part, grid) for part, grid in zip(parts, grids, strict=True)])
 
     def generate_activated(self, adapter: Path, prompt: str, image: Image.Image, tokens: int) -> list[int]:
         """Greedy tokens of an adapter that activates after the image: the prefix on the base, the rest with it."""

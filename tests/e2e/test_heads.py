@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 from tests.conftest import Server
 from tests.e2e.reference import Reference, assert_close, data_url, make_image, question
 from tests.tiny_random import make_adapter
+from vlora_sgl.errors import HeadError, UnknownAdapterError
 from vlora_sgl.heads import ClassifyHead, CountHead, DetectHead, save_heads
+from vlora_sgl.heads.asking import AsksHeads
 
 pytestmark = pytest.mark.e2e
 HIDDEN = 128
@@ -86,14 +90,26 @@ def test_mixed_with_generating_requests(server: Server, headed: dict[str, Path])
     assert_close(together, alone, tolerance=1e-4)
 
 
-def test_a_long_prompt_in_chunks_and_two_images(server: Server, headed: dict[str, Path]) -> None:
-    found = server.generate(
-        text=question("Is there a cat?", images=2),
-        image_data=[data_url(make_image(1)), data_url(make_image(2, (224, 140)))],
-        lora_path="H1",
-        sampling_params={"custom_params": {"vlora_head": "find"}},
-    )["meta_info"]["vlora_head"]
-    assert found["image_sizes"] == [[112, 84], [224, 140]]
+@pytest.mark.parametrize("head", ["kind", "find"])
+def test_several_images_equal_transformers_and_peft(server: Server, headed: dict[str, Path], head: str) -> None:
+    """The frames of a clip for its action; boxes of two images of different sizes."""
+    images = [make_image(1), make_image(2, (224, 140)), make_image(3)]
+    prompt = question("How many objects are there?", images=3)
+    found = server.generate(text=prompt, image_data=[data_url(i) for i in images], lora_path="H1", head=head)
+    answer = found["meta_info"]["vlora_head"]
+    assert_close(answer, Reference(server.model.path).answer(headed["H1"], head, prompt, *images))
+    if head == "find":
+        assert answer["image_sizes"] == [[112, 84], [224, 140], [112, 84]]
+
+
+def test_the_order_of_frames_counts(server: Server, headed: dict[str, Path]) -> None:
+    frames = [data_url(make_image(seed)) for seed in range(3)]
+    prompt = question("How many objects are there?", images=3)
+    one, other = (
+        server.generate(text=prompt, image_data=order, lora_path="H1", head="kind")["meta_info"]["vlora_head"]
+        for order in (frames, frames[::-1])
+    )
+    assert one["probabilities"] != other["probabilities"]
 
 
 @pytest.mark.parametrize(
@@ -126,19 +142,74 @@ def test_a_wrong_head_file_fails_the_load_by_name(server: Server, headed: dict[s
     assert reply.status_code == 400 and "head 'x' needs ['labels']" in reply.text
 
 
-def test_many_head_requests_leave_nothing_behind(server: Server, headed: dict[str, Path]) -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_head_requests_mixed_with_streams_leak_nothing(server: Server, headed: dict[str, Path], count: int) -> None:
+    before = stats(server)["heads"]
+
     def one(number: int) -> None:
         name, head = (("H1", "kind"), ("H2", "dots"), ("H1", "find"))[number % 3]
-        if number % 10 == 0:
-            server.generate(text=PROMPT, image_data=[data_url(make_image(number % 7))], lora_path="A")
+        if number % 5 == 0:
+            stream(server, ("A", None, "H2")[number % 3], make_image(number % 7), hang_up=number % 10 == 0)
         ask(server, name, head, make_image(number % 13))
 
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, range(200)))
-    server.flush()  # refused while anything runs; SGLang's own idle check kills the server if a slot is missing
+        list(pool.map(one, range(count)))
+    server.flush()  # refused while anything runs
+    load = requests.get(f"{server.url}/get_load", timeout=30).json()[0]
+    assert (load["num_reqs"], load["num_tokens"]) == (0, 0)
+    # SGLang ends the server when, idle, a token or request slot is missing: it must still answer.
+    time.sleep(1)
+    assert ask(server, "H1", "kind", make_image(0))["kind"] == "classify"
     assert server.process.poll() is None
-    state = requests.get(f"{server.url}/server_info", timeout=30).json()["internal_states"][0]
-    assert state["vlora"]["heads"]["requests"] >= 200
+    assert stats(server)["heads"]["requests"] == before["requests"] + count + 1
+
+
+def stats(server: Server) -> Any:
+    reply = requests.get(f"{server.url}/vlora/stats", timeout=30)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["schedulers"][0]
+
+
+def stream(server: Server, adapter: str | None, image: Any, hang_up: bool) -> None:
+    """Generate 12 tokens as a stream; or go away after the first."""
+    body = {"text": PROMPT, "image_data": [data_url(image)], "lora_path": adapter, "stream": True}
+    body["sampling_params"] = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=120) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        assert next(lines).startswith(b"data:")
+        if not hang_up:
+            assert list(lines)[-1] == b"data: [DONE]"
+
+
+class Remote(AsksHeads):
+    """The engine's ``classify``, ``count`` and ``detect``, whose ``generate`` asks the server."""
+
+    def __init__(self, server: Server, adapters: dict[str, Path]) -> None:
+        from transformers import AutoProcessor
+
+        loaded = {name: SimpleNamespace(lora_path=str(path)) for name, path in adapters.items()}
+        processor = AutoProcessor.from_pretrained(server.model.path, use_fast=False)
+        self.tokenizer_manager = SimpleNamespace(lora_ref_cache=loaded, processor=processor)
+        self.generate = lambda prompt, image_data, **more: server.generate(
+            text=prompt, image_data=[data_url(image) for image in image_data], **more
+        )
+
+
+def test_the_engines_methods(server: Server, headed: dict[str, Path]) -> None:
+    engine, image = Remote(server, headed), make_image(3)
+    template = engine.tokenizer_manager.processor.apply_chat_template
+    turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Is there a cat?"}]}]
+    prompt = template(turn, tokenize=False, add_generation_prompt=True)
+    for method, head in ((engine.classify, "kind"), (engine.count, "dots"), (engine.detect, "find")):
+        found = method(image, adapter="H1", prompt="Is there a cat?")
+        assert_close(found, ask(server, "H1", head, image, prompt), tolerance=1e-4)
+        assert found == method([image], adapter="H1", head=head, prompt="Is there a cat?")
+    with pytest.raises(HeadError, match=r"kind \(classify\), dots \(count\), find \(detect\)"):
+        engine.classify(image, adapter="H1", head="dots")
+    with pytest.raises(HeadError, match="needs an image"):
+        engine.detect([], adapter="H1")
+    with pytest.raises(UnknownAdapterError, match="H1, H2"):
+        engine.count(image, adapter="H3")
 
 
 def test_vision_routes_answer_like_generate(server: Server, headed: dict[str, Path]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import requests
+from PIL import Image
 
 from tests.conftest import Server
 from tests.e2e.reference import Reference, data_url, make_image, question
@@ -76,6 +80,71 @@ def test_a_callers_word_for_an_image_is_not_taken(server: Server) -> None:
     prompt = question("Is there a cat?")
     ask(server, prompt, images=(1,), mm_hashes=["abc"])
     assert reuse(ask(server, prompt, images=(2,), mm_hashes=["abc"]))["cached_image_tokens"] == 0
+
+
+def test_an_image_is_encoded_once_for_all_adapters(server: Server) -> None:
+    server.flush()
+    prompt = question("Is there a cat?")
+    found = [reuse(ask(server, prompt, name, images=(91,))) for name in (None, "A", "B", "A")]
+    encoder = [(one["encoder_misses"], one["encoder_hits"]) for one in found]
+    assert encoder == [(1, 0), (0, 1), (0, 1), (0, 0)], "the last one's image was in the prefix cache"
+    before = stats(server)["encoder"]
+    both = reuse(ask(server, question("Is there a cat?", images=2), images=(91, 92)))
+    after = stats(server)["encoder"]
+    assert (both["encoder_misses"], both["encoder_hits"]) == (1, 1)
+    assert (after["misses"] - before["misses"], after["hits"] - before["hits"]) == (1, 1)
+    assert 0 < after["bytes"] <= after["capacity_bytes"] and after["images"] > before["images"]
+
+
+def test_equal_patches_in_another_grid_are_another_image(server: Server) -> None:
+    """A grey image has the same patches lying and standing, and SGLang's hash is of the patches."""
+    server.flush()
+    prompt = question("Describe the image in one word.")
+    for size in ((196, 56), (56, 196)):
+        grey = data_url(Image.new("RGB", size, (99, 99, 99)))
+        found = reuse(server.generate(text=prompt, image_data=[grey]))
+        assert (found["encoder_misses"], found["encoder_hits"], found["cached_image_tokens"]) == (1, 0, 0)
+
+
+def test_random_interleavings_equal_cold_runs(server: Server, tmp_path: Path) -> None:
+    """Adapters, images, rounds and clients that go away, eight at a time."""
+    save_heads(make_adapter(tmp_path / "I", server.model.path, 61), [], activation="after_image")
+    load(server, "I", tmp_path / "I")
+    first = question("Describe the image in one word.")
+    prompts = [first, first + "yes<|im_end|>\n<|im_start|>user\nIs there a cat?<|im_end|>\n<|im_start|>assistant\n"]
+    cases = list(itertools.product(prompts, (None, "A", "B", "I"), (1, 2)))
+    cold = {}
+    for prompt, name, image in cases:
+        server.flush()
+        cold[prompt, name, image] = ask(server, prompt, name, images=(image,))["output_ids"]
+    assert len({tuple(ids) for ids in cold.values()}) > len(cases) // 2
+    server.flush()
+    choose = random.Random(0)
+
+    def one(case: Any) -> Any:
+        prompt, name, image = case
+        if choose.random() < 0.2:
+            with contextlib.suppress(requests.Timeout):
+                body = {"text": prompt, "image_data": [data_url(make_image(image))], "lora_path": name}
+                requests.post(f"{server.url}/generate", json=body, timeout=choose.choice((0.05, 0.2)))
+        return ask(server, prompt, name, images=(image,))["output_ids"]
+
+    order = [choose.choice(cases) for _ in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, order))
+    assert answers == [cold[case] for case in order]
+    unload(server, "I")
+
+
+def stats(server: Server) -> Any:
+    return requests.get(f"{server.url}/vlora/stats", timeout=30).json()["schedulers"][0]
+
+
+def test_prometheus_shows_what_was_reused(server: Server) -> None:
+    ask(server, question("Is there a cat?"), "A")
+    shown = requests.get(f"{server.url}/metrics", timeout=30).text
+    for name in ("vlora:reuse_tokens{", 'kind="cached_image"', "vlora:encoder_images{", "vlora:head_requests{"):
+        assert name in shown
 
 
 def load(server: Server, name: str, path: Path) -> None:
@@ -153,6 +222,26 @@ def test_activated_adapters_share_one_image_exactly(server: Server, tmp_path: Pa
     cached = sorted(reuse(answer)["cached_image_tokens"] for answer in answers.values())
     assert cached == [0, 48, 48, 48], "one of them computes the image"
     assert sum(reuse(answer)["shared_tokens"] > 0 for answer in answers.values()) == 3
+    for name in names:
+        unload(server, name)
+
+
+def test_eight_activated_adapters_prefill_their_image_once(server: Server, tmp_path: Path) -> None:
+    prompt, names = question("How many objects are there?"), [f"E{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        save_heads(make_adapter(tmp_path / name, server.model.path, 51 + number), [], activation="after_image")
+        load(server, name, tmp_path / name)
+    server.flush()
+    before = stats(server)["reuse"]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda name: ask(server, prompt, name, images=(77,), size=(224, 168)), names))
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > 4
+    assert sorted(reuse(answer)["cached_image_tokens"] for answer in answers) == [0, *[48] * 7]
+    assert sum(reuse(answer)["encoder_misses"] for answer in answers) == 1
+    after = stats(server)["reuse"]
+    gained = {name: after[name] - before[name] for name in after}
+    assert gained["prompt_image_tokens"] - gained["cached_image_tokens"] == 48, "the image, once"
+    assert gained["shared_tokens"] >= 7 * 48
     for name in names:
         unload(server, name)
 
