@@ -101,9 +101,7 @@ def test_a_minute_of_training_on_the_cpu_beats_chance():
     torch.manual_seed(0)
     processor = build.build_processor(build.build_tokenizer(S.corpus()))
     model = Qwen2_5_VLForConditionalGeneration(build.build_config(processor.tokenizer, small=True))
-    log = pretrain(
-        model, processor, CPU, 1, batch_size=16, workers=0, seed=0, kinds=("pattern",), log_every=10, steps=150
-    )
+    log = pretrain(model, processor, CPU, 150, batch_size=16, workers=0, seed=0, kinds=("pattern",), log_every=10)
     losses = [row["answer_loss"] for row in log]
     assert losses[-1] < 0.5 * max(losses), losses
     pattern = accuracy(model, processor, CPU, scenes=100, seed=5, batch=50)["pattern"]

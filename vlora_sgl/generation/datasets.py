@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -14,14 +15,21 @@ from vlora_sgl.errors import ConfigError
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 SPLITS = ("train", "validation", "test")
 
+Box = tuple[float, float, float, float]
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One question about one or more images (several are the frames of a clip), and its answer."""
+    """One question about one or more images (several are the frames of a clip), and its answer.
+
+    Attributes:
+        boxes: for detection, each object's label and its x1, y1, x2, y2 as fractions of the image's width and height.
+    """
 
     images: tuple[Path, ...]
     question: str
     answer: str
+    boxes: tuple[tuple[str, Box], ...] = ()
 
     def load_images(self) -> list[Image.Image]:
         """The images, decoded, RGB."""
@@ -30,6 +38,8 @@ class Example:
 
 def read_jsonl(path: str | Path) -> list[Example]:
     """Read lines of ``{"image": str | "images": [str], "question": str, "answer": str}``; paths relative to the file.
+
+    For detection a line also has ``"boxes": [{"label": str, "box": [x1, y1, x2, y2]}]``, fractions of the image.
 
     Raises:
         ConfigError: every fault of the file at once, each with its line.
@@ -51,14 +61,22 @@ def read_jsonl(path: str | Path) -> list[Example]:
                 faults.append(f"{path}:{number}: no such image: {', '.join(missing)}")
             if not str(row["answer"]).strip():
                 faults.append(f"{path}:{number}: the answer is empty")
-            examples.append(Example(images, str(row["question"]), str(row["answer"])))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            boxes = tuple((str(item["label"]), _box(item["box"])) for item in row.get("boxes", ()))
+            examples.append(Example(images, str(row["question"]), str(row["answer"]), boxes))
+        except (KeyError, TypeError, ValueError) as error:
             faults.append(f"{path}:{number}: expected image(s), question and answer: {type(error).__name__}: {error}")
     if not examples and not faults:
         faults.append(f"{path}: the split is empty")
     if faults:
         raise ConfigError("\n".join(faults))
     return examples
+
+
+def _box(value: Sequence[float]) -> Box:
+    x1, y1, x2, y2 = map(float, value)
+    if not (0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1):
+        raise ValueError(f"a box is x1, y1, x2, y2 in fractions of the image, got {list(value)}")
+    return x1, y1, x2, y2
 
 
 def read_image_folder(path: str | Path, question: str) -> list[Example]:
@@ -79,15 +97,20 @@ def read_image_folder(path: str | Path, question: str) -> list[Example]:
     return examples
 
 
-def write_jsonl(path: Path, rows: Iterable[tuple[Sequence[Image.Image], str, str]]) -> None:
-    """Write (images, question, answer) rows as ``path`` with the images as PNG in ``images/`` beside it."""
+def write_jsonl(
+    path: Path, rows: Iterable[tuple[Sequence[Image.Image], str, str] | tuple[Sequence[Image.Image], str, str, Any]]
+) -> None:
+    """Write (images, question, answer[, boxes]) rows as ``path`` with the images as PNG in ``images/`` beside it."""
     folder = path.parent / "images"
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        for number, (images, question, answer) in enumerate(rows):
+        for number, (images, question, answer, *boxes) in enumerate(rows):
             names = []
             for frame, image in enumerate(images):
                 name = f"images/{path.stem}-{number:05d}-{frame}.png"
                 image.save(path.parent / name)
                 names.append(name)
-            file.write(json.dumps({"images": names, "question": question, "answer": answer}) + "\n")
+            row: dict[str, Any] = {"images": names, "question": question, "answer": answer}
+            if boxes:
+                row["boxes"] = [{"label": label, "box": list(box)} for label, box in boxes[0]]
+            file.write(json.dumps(row) + "\n")

@@ -1,27 +1,42 @@
 """Trains one LoRA adapter on question-answer examples, and measures accuracy, with transformers and PEFT.
 
-Works for any model that transformers loads as an image-text-to-text model with a chat template.
+Works for any model that transformers loads as an image-text-to-text model with a chat template. Vision heads may be
+trained with the adapter, from the same forward passes, and an adapter may be trained to start after the image.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from vlora_sgl.errors import ConfigError
+from vlora_sgl.generation import heads as head_training
+from vlora_sgl.generation.activation import AFTER_IMAGE, activate_after_image
 from vlora_sgl.generation.datasets import Example
+from vlora_sgl.generation.images import RememberedImages
+from vlora_sgl.heads.base import VisionHead
+from vlora_sgl.heads.store import read_description, save_heads
 
 IGNORE = -100
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What to train. The targets are the language model's; the vision tower stays as it is."""
+    """What to train. The targets are the language model's; the vision tower stays as it is.
+
+    Attributes:
+        activate: ``None`` (from the first token on) or ``"after_image"``.
+        head_weight: of the heads' mean loss, beside the loss of the answers.
+    """
 
     rank: int = 16
     alpha: int = 32
@@ -30,6 +45,12 @@ class LoraSettings:
     epochs: float = 10
     batch_size: int = 32
     seed: int = 0
+    activate: str | None = None
+    head_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.activate not in (None, AFTER_IMAGE):
+            raise ConfigError(f"activate must be None or {AFTER_IMAGE!r}, got {self.activate!r}")
 
 
 def chat(question: str, images: int, answer: str | None = None) -> list[dict[str, Any]]:
@@ -88,12 +109,22 @@ class Encoded:
 
 
 def train_lora(
-    model: Any, processor: Any, examples: Sequence[Example], settings: LoraSettings, progress: str = "adapter"
+    model: Any,
+    processor: Any,
+    examples: Sequence[Example],
+    settings: LoraSettings,
+    progress: str = "adapter",
+    heads: Sequence[VisionHead] = (),
 ) -> Any:
     """Train an adapter on ``examples``; the base's weights are not changed.
 
+    Args:
+        heads: trained in place, with the adapter: their loss on the prompt's hidden states is added to that of the
+            answers. A closed-set head starts as the LM head's rows of its answers.
     Returns:
-        The PEFT model; ``save_pretrained`` writes the adapter.
+        The PEFT model in evaluation mode; ``save_adapter`` writes it.
+    Raises:
+        ConfigError: an example that a head cannot answer.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -105,32 +136,168 @@ def train_lora(
         exclude_modules=r".*(visual|vision_tower|multi_modal_projector).*",
         task_type="CAUSAL_LM",
     )
-    peft_model = get_peft_model(model, config)
     device = next(model.parameters()).device
     data = Encoded(processor, examples)
+    grids = [
+        head_training.image_grids(row, model.config) if any(h.features == "image_tokens" for h in heads) else []
+        for row in data.rows
+    ]
+    targets = {h: [head_training.target(h, e, g) for e, g in zip(examples, grids, strict=True)] for h in heads}
+    images = RememberedImages(model, data.rows) if RememberedImages.possible(model, data.rows) else None
+    peft_model = get_peft_model(model, config)
+    if settings.activate == AFTER_IMAGE:
+        activate_after_image(peft_model)
     parameters = [p for p in peft_model.parameters() if p.requires_grad]
+    for head in heads:
+        head.to(device).train().requires_grad_(True)
+        head_training.start_from_answers(head, model, processor.tokenizer)
+        parameters += head.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.01)
     steps = max(1, math.ceil(settings.epochs * len(data) / settings.batch_size))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=steps + 1)
     rng = random.Random(settings.seed)
     order: list[int] = []
     peft_model.train()
-    for _ in tqdm(range(steps), desc=progress, mininterval=5):
-        if len(order) < settings.batch_size:
-            order += rng.sample(range(len(data)), len(data))
-        chosen, order = order[: settings.batch_size], order[settings.batch_size :]
-        inputs, labels = data.batch(chosen, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = peft_model(**inputs, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
+    with head_training.hidden_states(peft_model) as hidden:
+        for _ in tqdm(range(steps), desc=progress, mininterval=5):
+            if len(order) < settings.batch_size:
+                order += rng.sample(range(len(data)), len(data))
+            chosen, order = order[: settings.batch_size], order[settings.batch_size :]
+            inputs, labels = data.batch(chosen, device)
+            with (
+                images.of(chosen) if images else nullcontext(),
+                torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"),
+            ):
+                logits = peft_model(**inputs, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE
+            )
+            for head in heads:
+                raw = _raw(head, hidden[0], inputs, data, chosen, model)
+                wanted = [targets[head][i] for i in chosen]
+                cells = [grids[i][0] for i in chosen] if head.features == "image_tokens" else []
+                part = head_training.batch_loss(head, raw, wanted, cells)
+                loss = loss + settings.head_weight / len(heads) * part
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+    for head in heads:
+        head.eval().requires_grad_(False)
     return peft_model.eval()
+
+
+def _raw(
+    head: VisionHead,
+    hidden: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    data: Encoded,
+    chosen: Sequence[int],
+    model: Any,
+) -> list[torch.Tensor]:
+    prompts = [data.prompt_lengths[i] for i in chosen]
+    image_token = getattr(model.config, "image_token_id", None)
+    return head_training.raw_outputs(head, hidden, inputs["input_ids"], prompts, image_token)
+
+
+def save_adapter(
+    peft_model: Any,
+    directory: str | Path,
+    heads: Sequence[VisionHead] = (),
+    activate: str | None = None,
+    prompt: str | None = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> None:
+    """Write an adapter's directory: PEFT's files, and ours where there is something to say in them.
+
+    Its weights are rounded to bfloat16, in the model too, so that what is measured afterwards is what was written.
+
+    Args:
+        prompt: the question it was trained with.
+        metrics: what was measured, for ``vlora_adapter.json``.
+    """
+    for name, parameter in peft_model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    peft_model.save_pretrained(directory)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    (Path(directory) / "README.md").unlink(missing_ok=True)
+    if heads or activate or prompt or metrics:
+        save_heads(directory, heads, activate, prompt, metrics)
+
+
+def load_adapter(model: Any, directory: str | Path) -> Any:
+    """The PEFT model of a saved adapter, in evaluation mode, which starts where its description says.
+
+    Raises:
+        ConfigError: an activation that the trainer does not know.
+    """
+    from peft import PeftModel
+
+    peft_model = PeftModel.from_pretrained(model, directory).eval()
+    activation = read_description(directory).activation
+    if activation == AFTER_IMAGE:
+        activate_after_image(peft_model)
+    elif activation is not None:
+        raise ConfigError(f"{directory}: this trainer knows no activation {activation!r}")
+    return peft_model
+
+
+@torch.no_grad()
+def head_answers(
+    model: Any, processor: Any, head: VisionHead, examples: Sequence[Example], batch_size: int = 64
+) -> list[dict[str, Any]]:
+    """What serving answers for each example: the head on the hidden states of its prompt.
+
+    Args:
+        model: the PEFT model, or the base.
+        head: on the model's device. A dense head answers for one image per example.
+    """
+    device = next(model.parameters()).device
+    data = Encoded(processor, examples)
+    model.eval()
+    answers: list[dict[str, Any]] = []
+    with head_training.hidden_states(model) as hidden:
+        for start in range(0, len(data), batch_size):
+            chosen = range(start, min(start + batch_size, len(data)))
+            inputs, _ = data.batch(chosen, device)
+            model(**inputs, use_cache=False)
+            for i, raw in zip(chosen, _raw(head, hidden[0], inputs, data, chosen, model), strict=True):
+                dense = head.features == "image_tokens"
+                grid = head_training.image_grids(data.rows[i], model.config)[0] if dense else None
+                answers.append(head.postprocess(raw.float().cpu(), grid))
+    return answers
+
+
+def head_accuracy(model: Any, processor: Any, head: VisionHead, examples: Sequence[Example]) -> float:
+    """The head's metric on ``examples``, between 0 and 1."""
+    data = Encoded(processor, examples) if head.features == "image_tokens" else None
+    grids = [head_training.image_grids(row, model.config) for row in data.rows] if data else [[]] * len(examples)
+    wanted = [head_training.target(head, e, g) for e, g in zip(examples, grids, strict=True)]
+    return head.metric(head_answers(model, processor, head, examples), wanted)
+
+
+def keep_better_start(
+    head: VisionHead, model: Any, processor: Any, validation: Sequence[Example]
+) -> dict[str, float | bool]:
+    """Of a trained closed-set head and the one it started from, keep the better on ``validation``, in place.
+
+    The LM head's own rows are never worse than the decoded answer, and the trained weights mostly not; equals keep the
+    rows.
+
+    Returns:
+        ``trained`` and ``start``: accuracies; ``kept``: whether the trained weights stay.
+    """
+    start = copy.deepcopy(head)
+    if not head_training.start_from_answers(start, model, processor.tokenizer):
+        return {"kept": True}
+    trained, rows = (head_accuracy(model, processor, h, validation) for h in (head, start))
+    if trained <= rows:
+        head.load_state_dict(start.state_dict())
+    return {"trained": trained, "start": rows, "kept": trained > rows}
 
 
 @torch.no_grad()

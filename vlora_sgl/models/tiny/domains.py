@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -16,7 +17,8 @@ from PIL import Image
 from vlora_sgl.generation.datasets import SPLITS, write_jsonl
 from vlora_sgl.models.tiny.build import IMAGE_SIDE
 
-Row = tuple[Sequence[Image.Image], str, str]
+Boxes = list[tuple[str, tuple[float, float, float, float]]]
+Row = tuple[Sequence[Image.Image], str, str] | tuple[Sequence[Image.Image], str, str, Boxes]
 SHARES = (0.66, 0.09, 0.25)  # of each class, per split
 
 QUESTIONS = {
@@ -25,7 +27,29 @@ QUESTIONS = {
     "photos": "What does the photograph show?",
     "faces": "Is this a face?",
     "actions": "Which action is shown?",
+    "counting": "How many handwritten digits are there?",
 }
+MOST_DIGITS = 5  # in a picture of the counting domain
+HEADS: dict[str, tuple[dict[str, Any], ...]] = {
+    "actions": ({"name": "action", "kind": "classify", "labels": ["sliding", "growing", "spinning", "resting"]},),
+    "counting": (
+        {"name": "digits", "kind": "count", "maximum": MOST_DIGITS},
+        {"name": "find", "kind": "detect", "labels": ["digit"], "threshold": 0.5, "overlap": 0.5},
+    ),
+    "digits": ({"name": "digit", "kind": "classify", "labels": [str(d) for d in range(10)]},),
+    "faces": ({"name": "face", "kind": "classify", "labels": ["yes", "no"]},),
+    "photos": (
+        {
+            "name": "subject",
+            "kind": "classify",
+            "labels": [
+                "person", "cat", "coffee", "rocket", "temple", "flower", "motorcycle", "galaxies", "tissue", "eye",
+            ],
+        },
+    ),
+    "surfaces": ({"name": "material", "kind": "classify", "labels": ["brick", "grass", "gravel", "moon"]},),
+}  # fmt: skip
+"""The vision heads trained with each domain's adapter, as ``vlora_adapter.json`` describes them."""
 
 
 def _split(items: Sequence[object], rng: np.random.Generator) -> list[list[object]]:
@@ -151,8 +175,41 @@ def _clip(digit: np.ndarray, action: str, rng: np.random.Generator) -> list[Imag
     return frames
 
 
+def counting() -> list[list[Row]]:
+    """Pictures with none to five handwritten digits, and where they are; pictures of a split use its digits."""
+    from sklearn.datasets import load_digits
+
+    rng = np.random.default_rng(6)
+    images = [(image * 15.9).astype(np.uint8) for image in load_digits().images]
+    splits: list[list[Row]] = []
+    for part, number in zip(_split(images, rng), (1200, 120, 300), strict=True):
+        rows: list[Row] = []
+        for _ in range(number):
+            count = int(rng.integers(0, MOST_DIGITS + 1))
+            picked = [part[k] for k in rng.choice(len(part), count, replace=False)]
+            picture, boxes = _spread([np.asarray(digit) for digit in picked], rng)
+            rows.append(([picture], QUESTIONS["counting"], str(count), boxes))
+        splits.append(rows)
+    return splits
+
+
+def _spread(digits: Sequence[np.ndarray], rng: np.random.Generator) -> tuple[Image.Image, Boxes]:
+    """Each digit near the middle of a cell of its own, in a grid of 4 x 4."""
+    cell = IMAGE_SIDE // 4
+    frame, boxes = Image.new("L", (IMAGE_SIDE, IMAGE_SIDE), int(rng.integers(0, 40))), []
+    for digit, place in zip(digits, rng.choice(16, len(digits), replace=False), strict=True):
+        side = int(rng.integers(20, cell))
+        slack = (cell - side) // 2
+        x, y = (int(k) * cell + slack + int(rng.integers(-slack, slack + 1)) for k in (place % 4, place // 4))
+        frame.paste(Image.fromarray(digit).resize((side, side), Image.Resampling.BICUBIC), (x, y))
+        box = (x / IMAGE_SIDE, y / IMAGE_SIDE, (x + side) / IMAGE_SIDE, (y + side) / IMAGE_SIDE)
+        boxes.append(("digit", box))
+    return frame.convert("RGB"), boxes
+
+
 DOMAINS: dict[str, Callable[[], list[list[Row]]]] = {
     "actions": actions,
+    "counting": counting,
     "digits": digits,
     "faces": faces,
     "photos": photos,

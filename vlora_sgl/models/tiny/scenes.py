@@ -8,6 +8,7 @@ drawn for training; the test scenes are made of them, so that "unseen" means uns
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,13 @@ QUESTION_TYPES = (
 )  # fmt: skip
 _COLOUR_NAMES = tuple(COLOURS)
 _PALETTE = np.array([COLOURS[name] for name in _COLOUR_NAMES], dtype=np.float32)
+WORDS = (
+    "sliding", "growing", "spinning", "resting", "person", "cat", "coffee", "rocket", "temple", "flower", "motorcycle",
+    "galaxies", "tissue", "eye", "brick", "grass", "gravel", "moon", "yes", "no", *map(str, range(10)),
+)  # fmt: skip
+"""What the real domains answer. The base only learns to repeat these words, so that an adapter need not teach them."""
 GRID = 16  # boxes are said on a 16 x 16 grid
+WINDOW = 32  # pixels, the side of the square that an object is drawn in
 MARGIN = 6  # pixels between an object's centre and the midlines, so that its corner is never in doubt
 
 
@@ -199,7 +206,6 @@ def render(
     def to(a: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(a)).to(device)
 
-    count = len(scenes)
     pattern = to(scenes.pattern)[:, None, None]
     wave = torch.stack(
         [
@@ -211,33 +217,44 @@ def render(
         ]
     )
     image = to(scenes.background)[:, :, None, None] + 0.16 * wave[pattern[:, 0, 0]][:, None]
-    centre, size = to(scenes.centre), to(scenes.size)
-    palette = torch.from_numpy(_PALETTE).to(device)
-    for slot in range(MAX_OBJECTS):
-        half = size[:, slot, None, None].clamp(min=1e-3)
-        u = (x - centre[:, slot, 0, None, None]) / half
-        v = (y - centre[:, slot, 1, None, None]) / half
-        field = _distance(to(scenes.shape)[:, slot, None, None], u, v) * half
-        inside = (0.5 - field).clamp(0, 1) * (size[:, slot, None, None] > 0)
-        colour = palette[to(scenes.colour)[:, slot]][:, :, None, None]
-        image = image * (1 - inside[:, None]) + colour * inside[:, None]
-    atlas = torch.from_numpy(glyphs()).to(device)
-    digit, box = to(scenes.digit), to(scenes.digit_box)
-    has = digit >= 0
-    if bool(has.any()):
-        glyph = atlas[to(scenes.font), digit.clamp(min=0)][:, None]
-        u = (x - box[:, 0, None, None]) / (box[:, 2, None, None] * 0.75)
-        v = (y - box[:, 1, None, None]) / box[:, 2, None, None]
+    _draw_objects(image, to(scenes.centre), to(scenes.size), to(scenes.shape), to(scenes.colour))
+    digits = np.nonzero(scenes.digit >= 0)[0]
+    if len(digits):
+        atlas = torch.from_numpy(glyphs()).to(device)
+        box, rows = to(scenes.digit_box[digits])[:, :, None, None], to(digits)
+        glyph = atlas[to(scenes.font[digits]), to(scenes.digit[digits])][:, None]
+        u, v = (x - box[:, 0]) / (box[:, 2] * 0.75), (y - box[:, 1]) / box[:, 2]
         ink = torch.nn.functional.grid_sample(glyph, torch.stack([u, v], -1), align_corners=False)
-        ink = ink * has[:, None, None, None]
-        tone = torch.where(image.mean((1, 2, 3), keepdim=True) < 0.4, 0.92, 0.05)
-        image = image * (1 - ink) + tone * ink
+        below = image[rows]
+        tone = torch.where(below.mean((1, 2, 3), keepdim=True) < 0.4, 0.92, 0.05)
+        image[rows] = below * (1 - ink) + tone * ink
     noise = torch.randn(image.shape, device=device, generator=generator) * to(scenes.noise)[:, None, None, None]
-    assert image.shape[0] == count
     return ((image + noise).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def corner(at: np.ndarray) -> str:
+def _draw_objects(
+    image: torch.Tensor, centre: torch.Tensor, size: torch.Tensor, shape: torch.Tensor, colour: torch.Tensor
+) -> None:
+    """Draw every object of `Scenes` over ``image`` (B, 3, 112, 112), in place; each in a window of its own."""
+    count, side = image.shape[0], image.shape[-1]
+    axis = torch.arange(WINDOW, device=image.device)
+    palette = torch.from_numpy(_PALETTE).to(image.device)
+    corner_of_window = (centre - WINDOW / 2).round().long().clamp(0, side - WINDOW)  # (B, N, 2)
+    columns = corner_of_window[..., 0, None, None] + axis  # (B, N, 1, W)
+    rows = corner_of_window[..., 1, None, None] + axis[:, None]  # (B, N, W, 1)
+    half = size[..., None, None]
+    u = (columns + 0.5 - centre[..., 0, None, None]) / half.clamp(min=1e-3)
+    v = (rows + 0.5 - centre[..., 1, None, None]) / half.clamp(min=1e-3)
+    u, v = torch.broadcast_tensors(u, v)
+    ink = (0.5 - _distance(shape[..., None, None], u, v) * half).clamp(0, 1) * (half > 0)  # (B, N, W, W)
+    scene = torch.arange(count, device=image.device)[:, None, None]
+    for slot in range(size.shape[1]):  # one after the other, because windows overlap
+        at = (scene, slice(None), rows[:, slot], columns[:, slot])  # image[at] is (B, W, W, 3)
+        covered = ink[:, slot, :, :, None]
+        image[at] = image[at] * (1 - covered) + palette[colour[:, slot]][:, None, None] * covered
+
+
+def corner(at: Sequence[float]) -> str:
     """The corner of the image in which a point lies."""
     return CORNERS[2 * int(at[1] > IMAGE_SIDE / 2) + int(at[0] > IMAGE_SIDE / 2)]
 
@@ -246,8 +263,12 @@ def questions(
     scenes: Scenes, i: int, rng: random.Random, kinds: tuple[str, ...] = QUESTION_TYPES
 ) -> list[tuple[str, str, str]]:
     """All questions that scene ``i`` answers without doubt: (type, question, answer), in random order."""
-    present = [k for k in range(MAX_OBJECTS) if scenes.size[i, k] > 0]
-    names = {k: (_COLOUR_NAMES[scenes.colour[i, k]], SHAPES[scenes.shape[i, k]]) for k in present}
+    # Plain lists: numpy's scalars are ten times slower, and this runs for every training scene.
+    centre, size = scenes.centre[i].tolist(), scenes.size[i].tolist()
+    present = [k for k in range(MAX_OBJECTS) if size[k] > 0]
+    drawn = zip(scenes.colour[i].tolist(), scenes.shape[i].tolist(), strict=True)
+    names = {k: (_COLOUR_NAMES[c], SHAPES[s]) for k, (c, s) in enumerate(drawn) if size[k] > 0}
+    corners = {k: corner(centre[k]) for k in present}
     colours = [names[k][0] for k in present]
     shapes = [names[k][1] for k in present]
     asked: list[tuple[str, str, str]] = []
@@ -268,21 +289,22 @@ def questions(
     )
     for k in present:
         colour, shape = names[k]
-        at, half = scenes.centre[i, k], scenes.size[i, k]
+        at, half = centre[k], size[k]
         if shapes.count(shape) == 1:
             asked.append(("colour", f"What color is the {shape}?", colour))
         if colours.count(colour) == 1:
             asked.append(("shape", f"What shape is {colour}?", shape))
-        where = corner(at)
+        where = corners[k]
         asked.append(("position", f"Where is the {colour} {shape}?", where))
         asked.append(("exists", f"Is there a {colour} {shape}?", "yes"))
-        if sum(corner(scenes.centre[i, j]) == where for j in present) == 1:
+        if sum(corners[j] == where for j in present) == 1:
             asked.append(("at", f"What is at the {where}?", f"{colour} {shape}"))
-        cells = np.clip(np.floor(np.array([*(at - half), *(at + half)]) * GRID / IMAGE_SIDE), 0, GRID - 1).astype(int)
+        edges = (at[0] - half, at[1] - half, at[0] + half, at[1] + half)
+        cells = [min(max(int(edge * GRID / IMAGE_SIDE), 0), GRID - 1) for edge in edges]
         asked.append(("box", f"Give the box of the {colour} {shape}.", " ".join(map(str, cells))))
         for j in present:
             if j != k and rng.random() < 0.5:
-                dx, dy = at - scenes.centre[i, j]
+                dx, dy = at[0] - centre[j][0], at[1] - centre[j][1]
                 other = " ".join(names[j])
                 if abs(dx) > 8:
                     asked.append(
@@ -303,7 +325,7 @@ def questions(
             )
             if absent not in names.values():
                 asked.append(("exists", f"Is there a {absent[0]} {absent[1]}?", "no"))
-        order = sorted(present, key=lambda k: (scenes.centre[i, k, 1] > IMAGE_SIDE / 2, scenes.centre[i, k, 0]))
+        order = sorted(present, key=lambda k: (centre[k][1] > IMAGE_SIDE / 2, centre[k][0]))
         text = ", ".join(" ".join(names[k]) for k in order)
         asked.append(("caption", rng.choice(("Describe the image.", "What is in the picture?")), text))
     asked = [q for q in asked if q[0] in kinds]
@@ -334,16 +356,22 @@ def motion(
 MOTION_QUESTION = "Which way does the object move?"
 
 
+def repeat_question(word: str) -> str:
+    """A question whose answer is ``word``, whatever the image shows."""
+    return f"Repeat the word {word}."
+
+
 def corpus() -> list[str]:
     """Text that contains every word of the questions and answers, for the tokenizer."""
     rng = random.Random(0)
     scenes = sample(4000, np.random.default_rng(0), test=False)
     lines = [f"user\n{q}" for i in range(len(scenes)) for _, q, _ in questions(scenes, i, rng)]
-    answers = [*_COLOUR_NAMES, *SHAPES, *PATTERNS, *DIRECTIONS, *CORNERS, "yes", "no", *map(str, range(21))]
+    answers = [*_COLOUR_NAMES, *SHAPES, *PATTERNS, *DIRECTIONS, *CORNERS, "yes", "no", *map(str, range(21)), *WORDS]
     extra = [
         "system\nYou are a helpful assistant.", "assistant\n", MOTION_QUESTION, "Answer with one word. What is this?",
         "Which of these is shown: person, cat, cup, rocket, temple, flower, motorcycle, brick, grass, gravel, moon?",
         "What material is this surface? What does the photograph show? Is this a face? Which handwritten digit?",
         "How many coins are there? Which action is shown? The image shows a photo of the surface texture.",
     ]  # fmt: skip
+    lines += [f"user\n{repeat_question(word)}" for word in WORDS for _ in range(20)]
     return lines + [a for a in answers for _ in range(50)] + [f" {a}" for a in answers for _ in range(50)] + extra * 50

@@ -1,17 +1,21 @@
 """``python -m vlora_sgl.models.tiny.train``: makes the embedded model and its adapters from nothing.
 
-The time budget is split over three stages: the vision tower alone with an auxiliary head that says what lies in each
-image cell; then tower and language model together; then the same without the head while the learning rate falls.
+A fixed number of steps is split over three stages: the vision tower alone with an auxiliary head that says what lies
+in each image cell; then tower and language model together; then the same without the head while the learning rate
+falls.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import dataclasses
 import json
 import math
+import multiprocessing
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +25,22 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from vlora_sgl.generation.datasets import Example, read_jsonl
-from vlora_sgl.generation.trainer import LoraSettings, exact_match, train_lora
+from vlora_sgl.generation.trainer import (
+    LoraSettings,
+    exact_match,
+    head_accuracy,
+    keep_better_start,
+    save_adapter,
+    train_lora,
+)
+from vlora_sgl.heads.store import AFTER_IMAGE, build_head, save_heads
 from vlora_sgl.models.tiny import batches, build, domains
 from vlora_sgl.models.tiny import scenes as S
 
-TOWER_SHARE, JOINT_SHARE = 0.12, 0.74  # of the time; the rest is the last stage
+TOWER_SHARE, JOINT_SHARE = 0.12, 0.74  # of the steps; the rest is the last stage
 AUXILIARY_WEIGHT = 0.5
+STEPS, ADAPTER_STEPS = 6000, 600
+PEAK_RATE, WARM_UP_SHARE = 1e-3, 0.04
 
 
 class CellHead(torch.nn.Module):
@@ -46,16 +60,18 @@ class CellHead(torch.nn.Module):
             F.cross_entropy(shape.flatten(0, 1), target["shape"].flatten(), ignore_index=-100),
             F.binary_cross_entropy_with_logits(present[..., 0], target["present"]),
         ]
-        if bool((target["digit"] >= 0).any()):
-            terms.append(F.cross_entropy(self.digit(tokens.mean(1)).float(), target["digit"], ignore_index=-100))
+        digit = F.cross_entropy(
+            self.digit(tokens.mean(1)).float(), target["digit"], ignore_index=-100, reduction="sum"
+        )
+        terms.append(digit / (target["digit"] >= 0).sum().clamp(min=1))
         return sum(terms, torch.zeros((), device=tokens.device))
 
 
 class _Stream(torch.utils.data.IterableDataset):
     """Endless batches; worker w of n makes those with number = w mod n, so the stream does not depend on timing."""
 
-    def __init__(self, encoder: batches.Encoder, size: int, turns: int, seed: int, kinds: tuple[str, ...]) -> None:
-        self.encoder, self.size, self.turns, self.seed, self.kinds = encoder, size, turns, seed, kinds
+    def __init__(self, encoder: batches.Encoder, size: int, seed: int, kinds: tuple[str, ...]) -> None:
+        self.encoder, self.size, self.seed, self.kinds = encoder, size, seed, kinds
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = torch.utils.data.get_worker_info()
@@ -65,7 +81,7 @@ class _Stream(torch.utils.data.IterableDataset):
             if number % 8 == 7 and "motion" in self.kinds:
                 yield batches.motion_batch(self.encoder, self.size // 2, seed)
             else:
-                yield batches.scene_batch(self.encoder, self.size, self.turns, seed, self.kinds)
+                yield batches.scene_batch(self.encoder, self.size, seed, self.kinds)
             number += stride
 
 
@@ -73,80 +89,76 @@ def pretrain(
     model: Any,
     processor: Any,
     device: torch.device,
-    minutes: float,
+    steps: int,
     batch_size: int,
     workers: int,
     seed: int,
     kinds: tuple[str, ...] = S.QUESTION_TYPES,
     log_every: int = 100,
-    steps: int | None = None,
 ) -> list[dict[str, float]]:
-    """Train ``model`` in place on ``kinds`` of questions; a log row per ``log_every`` steps.
-
-    It takes ``minutes``, or exactly ``steps`` where given, so that a slow machine trains the same model.
-    """
+    """Train ``model`` in place for ``steps`` on ``kinds`` of questions; a log row per ``log_every`` steps."""
     encoder = batches.Encoder(processor.tokenizer)
     mean = torch.tensor(processor.image_processor.image_mean, device=device)
     std = torch.tensor(processor.image_processor.image_std, device=device)
     head = CellHead(model.config.text_config.hidden_size).to(device)
     model.to(device).train()
     parameters = [*model.parameters(), *head.parameters()]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.02, fused=device.type == "cuda"
-    )
+    fast = device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.02, fused=fast)
     stream = iter(
         torch.utils.data.DataLoader(
-            _Stream(encoder, batch_size, 6, seed, kinds),
+            _Stream(encoder, batch_size, seed, kinds),
             batch_size=None,
             num_workers=workers,
             prefetch_factor=4 if workers else None,
+            pin_memory=fast,
         )
     )
     generator = torch.Generator(device).manual_seed(seed)
     log: list[dict[str, float]] = []
     sums = torch.zeros(2, device=device)
-    started, step = time.monotonic(), 0
-    bar = tqdm(total=round(minutes * 60), desc="pretraining", unit="s", mininterval=5)
-    while (share := step / steps if steps else (time.monotonic() - started) / (60 * minutes)) < 1:
+    started = time.monotonic()
+    bar = tqdm(range(1, steps + 1), desc="pretraining", mininterval=10)
+    for step in bar:
         batch = next(stream)
+        share = (step - 1) / steps
         tower_only = share < TOWER_SHARE and batch["cells"] is not None
-        warm = min(1.0, share / 0.05)
-        rate = 1e-3 * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+        rate = PEAK_RATE * min(1.0, share / WARM_UP_SHARE) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
         for group in optimizer.param_groups:
             group["lr"] = rate
+
+        def to(name: str, batch: dict[str, Any] = batch) -> torch.Tensor:
+            return batch[name].to(device, non_blocking=True)
+
         with torch.no_grad():
             frames = [S.render(frame, device, generator) for frame in batch["frames"]]
             images = torch.stack(frames, 1).flatten(0, 1)
             pixels = batches.patches(images, mean, std)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            tokens = batches.encode_images(model.model.visual, pixels)
+        with torch.autocast(device.type, torch.bfloat16, enabled=fast):
+            tokens = batches.encode_images(model.model.visual, pixels, fast)
             loss = torch.zeros((), device=device)
             auxiliary = torch.zeros((), device=device)
             if batch["cells"] is not None and share < TOWER_SHARE + JOINT_SHARE:
                 auxiliary = head.loss(tokens, {k: v.to(device) for k, v in batch["cells"].items()})
             if not tower_only:
-                ids, labels = batch["ids"].to(device), batch["labels"].to(device)
-                hidden = batches.forward(model, ids, tokens.flatten(0, 1), encoder.image_token)
-                wanted = labels[:, 1:] != batches.IGNORE
-                logits = model.lm_head(hidden[:, :-1][wanted]).float()
-                loss = F.cross_entropy(logits, labels[:, 1:][wanted])
+                hidden = batches.forward(
+                    model, to("ids"), tokens.flatten(0, 1), encoder.image_token, to("index"), to("segment"), fast
+                )
+                logits = model.lm_head(hidden.flatten(0, 1)[to("where")]).float()
+                loss = F.cross_entropy(logits, to("wanted"))
         optimizer.zero_grad(set_to_none=True)
         (loss + AUXILIARY_WEIGHT * auxiliary).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         sums += torch.stack([loss.detach(), auxiliary.detach()])
-        step += 1
         if step % log_every == 0:
             answer, cells = (sums / log_every).tolist()
             sums.zero_()
+            if not math.isfinite(answer + cells):
+                raise FloatingPointError(f"the training loss is not finite at step {step}")
             log.append({"step": step, "seconds": round(time.monotonic() - started, 1), "answer_loss": round(answer, 4),
                         "cell_loss": round(cells, 4), "learning_rate": rate})  # fmt: skip
-            bar.set_postfix(step=step, loss=f"{answer:.3f}", cells=f"{cells:.3f}")
-        bar.n = min(bar.total, round(time.monotonic() - started))
-        bar.refresh() if step % 50 == 0 else None
-    bar.close()
-    if not math.isfinite(float(sums.sum())):
-        raise FloatingPointError("the training loss is not finite")
+            bar.set_postfix(loss=f"{answer:.3f}", cells=f"{cells:.3f}")
     return log
 
 
@@ -220,38 +232,81 @@ def accuracy(
     return result
 
 
-def train_adapters(
-    model_directory: Path, data: Path, out: Path, device: torch.device, names: list[str], epochs: float
+ADAPTERS: dict[str, tuple[str, str | None]] = {
+    **{name: (name, None) for name in domains.DOMAINS},
+    "digits-late": ("digits", AFTER_IMAGE),
+    "surfaces-late": ("surfaces", AFTER_IMAGE),
+}
+"""Name of every adapter: its domain, and where it starts."""
+
+
+def train_adapter(
+    name: str, model_directory: Path, data: Path, out: Path, device: torch.device, steps: int, seed: int
 ) -> dict[str, Any]:
-    """Train one adapter per domain with the project's trainer; accuracy with and without it on the test split."""
+    """Train one adapter and its heads with the project's trainer, and write it to ``out/name``.
+
+    Returns:
+        accuracy on the test split of the base, of the adapter's decoded answer and of each head; sizes of the splits.
+    """
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-    report: dict[str, Any] = {}
-    for name in names:
-        processor = AutoProcessor.from_pretrained(model_directory)
-        model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_directory, dtype=torch.float32)
-        model.to(device)
-        splits: dict[str, list[Example]] = {s: read_jsonl(data / name / f"{s}.jsonl") for s in domains.SPLITS}
-        before = float(np.mean(exact_match(model, processor, splits["test"])))
-        # As many steps for a small domain as for a large one.
-        settings = LoraSettings(epochs=epochs * max(1.0, 1200 / len(splits["train"])))
-        adapter = train_lora(model, processor, splits["train"], settings, progress=f"adapter {name}")
-        after = float(np.mean(exact_match(adapter, processor, splits["test"])))
-        validation = float(np.mean(exact_match(adapter, processor, splits["validation"])))
-        for parameter in adapter.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(torch.bfloat16)
-        adapter.peft_config["default"].base_model_name_or_path = "vlora_sgl/models/tiny/model"
-        adapter.save_pretrained(out / name)
-        (out / name / "README.md").unlink(missing_ok=True)
-        report[name] = {
-            "base": before,
-            "adapter": after,
-            "validation": validation,
-            **{s: len(v) for s, v in splits.items()},
-        }
-        print(name, report[name], flush=True)
+    domain, activate = ADAPTERS[name]
+    processor = AutoProcessor.from_pretrained(model_directory)
+    model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_directory, dtype=torch.float32)
+    model.to(device)
+    splits: dict[str, list[Example]] = {s: read_jsonl(data / domain / f"{s}.jsonl") for s in domains.SPLITS}
+    before = float(np.mean(exact_match(model, processor, splits["test"])))
+    settings = LoraSettings(activate=activate, seed=seed)
+    settings = dataclasses.replace(settings, epochs=steps * settings.batch_size / len(splits["train"]))
+    heads = [build_head(one, model.config.text_config.hidden_size) for one in domains.HEADS[domain]]
+    adapter = train_lora(model, processor, splits["train"], settings, f"adapter {name}", heads)
+    adapter.peft_config["default"].base_model_name_or_path = "vlora_sgl/models/tiny/model"
+    prompt = domains.QUESTIONS[domain]
+    save_adapter(adapter, out / name, heads, activate, prompt)  # before the evaluation, which may be cut off
+    for head in heads:
+        if head.features == "last_token":
+            keep_better_start(head, adapter, processor, splits["validation"])
+    report: dict[str, Any] = {
+        "domain": domain,
+        "activation": activate,
+        "base": before,
+        "adapter": float(np.mean(exact_match(adapter, processor, splits["test"]))),
+        "validation": float(np.mean(exact_match(adapter, processor, splits["validation"]))),
+        "heads": {
+            head.name: {
+                "kind": head.kind,
+                "metric": head.metric_name,
+                "value": head_accuracy(adapter, processor, head, splits["test"]),
+            }
+            for head in heads
+        },
+        "examples": {s: len(v) for s, v in splits.items()},
+    }
+    metrics = {"test accuracy": report["adapter"], **{f"{h} head": r["value"] for h, r in report["heads"].items()}}
+    save_heads(out / name, heads, activate, prompt, metrics)
+    print(name, json.dumps(report), flush=True)
     return report
+
+
+def train_adapters(
+    names: Sequence[str],
+    model_directory: Path,
+    data: Path,
+    out: Path,
+    device: torch.device,
+    steps: int,
+    seed: int,
+    processes: int,
+) -> dict[str, Any]:
+    """``train_adapter`` for every name, several at a time; the result does not depend on how many."""
+    if processes < 2:
+        return {name: train_adapter(name, model_directory, data, out, device, steps, seed) for name in names}
+    context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
+    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
+        jobs = {
+            name: pool.submit(train_adapter, name, model_directory, data, out, device, steps, seed) for name in names
+        }
+        return {name: job.result() for name, job in jobs.items()}
 
 
 def main() -> None:
@@ -259,18 +314,19 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent, help="where model/, adapters/ and train_log.json go"
     )
-    parser.add_argument(
-        "--minutes", type=float, default=5.0, help="of pretraining; the shipped model took 5 on an H100"
-    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="of pretraining")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--workers", type=int, default=10 if torch.cuda.is_available() else 0)
-    parser.add_argument("--epochs", type=float, default=10.0, help="of each adapter, more for small domains")
+    parser.add_argument("--workers", type=int, default=12 if torch.cuda.is_available() else 0)
+    parser.add_argument("--adapter-steps", type=int, default=ADAPTER_STEPS, help="of each adapter, of 32 examples")
+    parser.add_argument(
+        "--processes", type=int, default=8 if torch.cuda.is_available() else 1, help="for the adapters"
+    )
     parser.add_argument("--test-scenes", type=int, default=2000)
     parser.add_argument("--small", action="store_true", help="a model of a third of the size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, default=Path("tiny-domains"), help="where the real domains are written")
-    parser.add_argument("--domains", nargs="*", default=list(domains.DOMAINS))
+    parser.add_argument("--adapters", nargs="*", choices=tuple(ADAPTERS), default=list(ADAPTERS))
     parser.add_argument("--stage", choices=("all", "pretrain", "adapters"), default="all")
     args = parser.parse_args()
     from transformers import Qwen2_5_VLForConditionalGeneration
@@ -281,27 +337,33 @@ def main() -> None:
     log: dict[str, Any] = json.loads(log_file.read_text()) if log_file.exists() else {}
     if args.stage != "adapters":
         torch.manual_seed(args.seed)
-        tokenizer = build.build_tokenizer(S.corpus())
-        processor = build.build_processor(tokenizer)
-        model = Qwen2_5_VLForConditionalGeneration(build.build_config(tokenizer, small=args.small))
-        log["settings"] = {k: str(v) for k, v in vars(args).items()}
+        started = time.monotonic()
+        processor = build.build_processor(build.build_tokenizer(S.corpus()))
+        model = Qwen2_5_VLForConditionalGeneration(build.build_config(processor.tokenizer, small=args.small))
+        log["settings"] = {k: getattr(args, k) for k in ("steps", "batch_size", "adapter_steps", "seed", "small")}
         log["card"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         log["versions"] = {"torch": torch.__version__}
-        log["pretraining"] = pretrain(model, processor, device, args.minutes, args.batch_size, args.workers, args.seed)
-        build.save(
-            model, processor, args.out / "model"
-        )  # before the evaluation: nothing after it may lose the weights
+        log["pretraining"] = pretrain(model, processor, device, args.steps, args.batch_size, args.workers, args.seed)
+        # Before the evaluation: nothing after it may lose the weights.
+        build.save(model, processor, args.out / "model")
+        log["minutes"] = {"pretraining": round((time.monotonic() - started) / 60, 2)}
         log_file.write_text(json.dumps(log, indent=1))
         half = Qwen2_5_VLForConditionalGeneration.from_pretrained(args.out / "model", dtype=torch.float32)
         log["base"] = accuracy(half, processor, device, args.test_scenes, seed=12345)
-        print(json.dumps(log["base"], indent=1), flush=True)
+        print(json.dumps({kind: row["accuracy"] for kind, row in log["base"].items()}), flush=True)
         log_file.write_text(json.dumps(log, indent=1))
     if args.stage != "pretrain":
-        domains.prepare(args.data, args.domains)
+        started = time.monotonic()
+        wanted = sorted({ADAPTERS[name][0] for name in args.adapters})
+        domains.prepare(args.data, [name for name in wanted if not (args.data / name / "test.jsonl").is_file()])
         report = train_adapters(
-            args.out / "model", args.data, args.out / "adapters", device, args.domains, args.epochs
-        )
+            args.adapters, args.out / "model", args.data, args.out / "adapters", device, args.adapter_steps,
+            args.seed, args.processes,
+        )  # fmt: skip
+        log = json.loads(log_file.read_text()) if log_file.exists() else {}  # the stage before may have added to it
         log["adapters"] = {**log.get("adapters", {}), **report}
+        log.setdefault("settings", {})["adapter_steps"] = args.adapter_steps
+        log.setdefault("minutes", {})["adapters"] = round((time.monotonic() - started) / 60, 2)
         log_file.write_text(json.dumps(log, indent=1))
 
 

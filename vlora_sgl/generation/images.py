@@ -1,0 +1,47 @@
+"""Image features of a frozen vision tower, computed once per example instead of once per training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RememberedImages:
+    """The features of every example's images, for models whose ``get_image_features`` gives one tensor per image.
+
+    Args:
+        model: a transformers image-text-to-text model, without an adapter on its vision tower.
+        rows: processed examples; their ``pixel_values`` are read.
+    """
+
+    def __init__(self, model: Any, rows: Sequence[dict[str, Tensor]]) -> None:
+        self._inner = model.model
+        self._features: list[tuple[Tensor, ...]] = []
+        device = next(model.parameters()).device
+        for row in rows:
+            inputs = {k: v.to(device) for k, v in row.items() if k in ("pixel_values", "image_grid_thw")}
+            with torch.no_grad():
+                found = self._inner.get_image_features(**inputs, return_dict=True).pooler_output
+            self._features.append(tuple(feature.detach() for feature in found))
+
+    @staticmethod
+    def possible(model: Any, rows: Sequence[dict[str, Tensor]]) -> bool:
+        """Whether the model's features are understood: the Qwen2-VL family, every example with an image."""
+        return hasattr(getattr(model, "model", None), "get_image_features") and all(
+            "image_grid_thw" in row and "pixel_values" in row for row in rows
+        )
+
+    @contextmanager
+    def of(self, indices: Sequence[int]) -> Iterator[None]:
+        """Within it, the model takes its image features from the examples ``indices`` instead of its vision tower."""
+        images = tuple(feature for i in indices for feature in self._features[i])
+        self._inner.get_image_features = lambda *args, **kwargs: SimpleNamespace(pooler_output=images)
+        try:
+            yield
+        finally:
+            del self._inner.get_image_features  # the class's own is back
