@@ -74,7 +74,9 @@ class Client:
         return time.perf_counter(), answer["meta_info"]
 
     def saturate(self, make: Callable[[int], dict[str, Any]], workers: int, seconds: float) -> float:
-        """Requests per second with ``workers`` requests under way at any time, after a tenth of the time to get going.
+        """Answers per second with ``workers`` requests under way at any time, after a tenth of the time to get going.
+
+        Where that leaves no answer (answers take longer than ``seconds``), of all answers until the last.
 
         Args:
             make: the n-th request.
@@ -90,7 +92,7 @@ class Client:
             start = time.perf_counter()
             await asyncio.gather(*(work(start + seconds) for _ in range(workers)))
             counted = [end for end in ends if start + seconds / 10 <= end <= start + seconds]
-            return len(counted) / (0.9 * seconds)
+            return len(counted) / (0.9 * seconds) if counted else len(ends) / (max(ends) - start)
 
         return self.engine.loop.run_until_complete(run())
 
