@@ -15,6 +15,7 @@ from vlora_sgl.server_args import (
     ENVIRONMENT_VARIABLE,
     UNSUPPORTED,
     VLoraArgs,
+    changed_while_serving,
     option_string,
     refuse_unsupported,
     split_argv,
@@ -111,3 +112,16 @@ def test_defaults_give_way_to_what_the_user_says(monkeypatch: pytest.MonkeyPatch
 def test_an_accelerator_gets_no_cpu_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(defaults, "is_plain_cpu", lambda: False)
     assert not set(defaults.engine_defaults()) & set(defaults.CPU_DEFAULTS)
+
+
+def test_settings_that_change_while_serving() -> None:
+    changed = changed_while_serving(VLoraArgs(), {"vlora_policy:cost": 1, "vlora_theta": 2, "vlora_mode:merged": 1})
+    assert (changed.policy, changed.theta, changed.mode) == ("cost", 2.0, "merged")
+
+
+@pytest.mark.parametrize(
+    "change", [{"vlora_policy:nosuch": 1}, {"vlora_policy": 1}, {"vlora_theta": -1}, {"vlora_merge_copy:host": 1}]
+)
+def test_other_changes_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        changed_while_serving(VLoraArgs(), change)

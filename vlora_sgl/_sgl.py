@@ -44,6 +44,8 @@ NAMES: dict[str, str] = {
     "LORA_BACKEND_CHOICES": "sglang.srt.server_args:LORA_BACKEND_CHOICES",
     # managers
     "Scheduler": "sglang.srt.managers.scheduler:Scheduler",
+    "SetInternalStateReq": "sglang.srt.managers.io_struct:SetInternalStateReq",
+    "SetInternalStateReqOutput": "sglang.srt.managers.io_struct:SetInternalStateReqOutput",
     "GenerateReqInput": "sglang.srt.managers.io_struct:GenerateReqInput",
     "PauseGenerationReqInput": "sglang.srt.managers.io_struct:PauseGenerationReqInput",
     "ContinueGenerationReqInput": "sglang.srt.managers.io_struct:ContinueGenerationReqInput",
@@ -109,6 +111,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "Scheduler._can_schedule_lora_req": ("self", "req", "running_loras"),
     "Scheduler.get_new_batch_prefill": ("self", "running_batch"),
     "Scheduler.get_next_batch_to_run": ("self", "running_batch", "last_batch"),
+    "Scheduler.set_internal_state": ("self", "recv_req"),
     "Scheduler.process_batch_result": ("self", "batch", "result"),
     "TpModelWorker.forward_batch_generation": ("self", "batch"),
     "Scheduler.init_schedule_policy": ("self",),

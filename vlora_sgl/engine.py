@@ -5,6 +5,7 @@ Importing this module imports SGLang, and on a plain CPU begins the same import 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vlora_sgl import processes, quiet
@@ -47,3 +48,12 @@ class Engine(AsksHeads, _sgl.Engine):
         settings = _sgl.ServerArgs(**{**engine_defaults(), "log_level": "error", **server_args})
         refuse_unsupported(settings)
         super().__init__(server_args=settings)
+
+    def set_internal_state(self, settings: Mapping[str, float]) -> bool:
+        """Change settings of the running engine: what ``POST /set_internal_state`` takes (docs/policies.md).
+
+        Returns:
+            Whether every rank took them.
+        """
+        request = _sgl.SetInternalStateReq(server_args=dict(settings))
+        return all(self.loop.run_until_complete(self.tokenizer_manager.set_internal_state(request)))

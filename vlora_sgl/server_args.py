@@ -51,6 +51,11 @@ class VLoraArgs:
     wait_bound: float = _flag(
         2.0, "longest a request may be kept from running for the sake of others", type=float, metavar="SECONDS"
     )
+    iteration_log: str | None = _flag(
+        None,
+        "write what each iteration ran and how long it took to this file, one JSON object a line",
+        metavar="FILE",
+    )
     merge_copy: str = _flag(
         "device",
         "where the pristine copy of the foldable weights lives: 'device' (exact switch in milliseconds, costs their "
@@ -80,6 +85,10 @@ class VLoraArgs:
     )
 
     def __post_init__(self) -> None:
+        if not (self.theta > 0 and self.wait_bound > 0):
+            raise ConfigError(
+                f"--vlora-theta and --vlora-wait-bound must be > 0; got {self.theta!r} and {self.wait_bound!r}"
+            )
         object.__setattr__(self, "adapter_root", tuple(self.adapter_root))
         object.__setattr__(self, "image_host", tuple(self.image_host))
         for item in dataclasses.fields(self):
@@ -122,6 +131,29 @@ class VLoraArgs:
     def to_environment(self) -> None:
         """Hand these settings to the processes that this one starts."""
         os.environ[ENVIRONMENT_VARIABLE] = json.dumps(dataclasses.asdict(self))
+
+
+def changed_while_serving(args: VLoraArgs, changes: Mapping[str, float]) -> VLoraArgs:
+    """The settings after a change on a running server, where values are numbers.
+
+    Args:
+        args: the settings until then.
+        changes: ``vlora_theta`` and ``vlora_wait_bound`` in seconds; ``vlora_policy:NAME`` and ``vlora_mode:NAME``
+            with any value, which choose NAME.
+
+    Raises:
+        ConfigError: another key, or a value that the setting does not take.
+    """
+    new: dict[str, Any] = {}
+    for key, value in changes.items():
+        name, _, choice = key.removeprefix("vlora_").partition(":")
+        if (name in ("policy", "mode")) != bool(choice) or name not in ("policy", "mode", "theta", "wait_bound"):
+            raise ConfigError(
+                f"{key} cannot be changed while serving; what can: vlora_theta, vlora_wait_bound, "
+                "vlora_policy:NAME, vlora_mode:NAME"
+            )
+        new[name] = choice or float(value)
+    return dataclasses.replace(args, **new)
 
 
 def option_string(item: dataclasses.Field[Any]) -> str:

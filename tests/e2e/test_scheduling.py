@@ -9,6 +9,7 @@ import pytest
 import requests
 
 from tests.conftest import Server
+from vlora_sgl.core import InferenceMode
 
 pytestmark = pytest.mark.e2e
 
@@ -52,20 +53,46 @@ def test_a_wrong_constraint_is_a_400_that_says_so(server: Server, constraint: di
     assert said in response.text
 
 
+def change(server: Server, **settings: float) -> bool:
+    """POST /set_internal_state; whether it was taken."""
+    response = requests.post(f"{server.url}/set_internal_state", json={"server_args": settings}, timeout=60)
+    return all(response.json())
+
+
+def test_policy_and_thresholds_change_on_a_running_server(server: Server) -> None:
+    before = vlora_state(server)
+    try:
+        assert change(server, **{"vlora_policy:merged": 1, "vlora_theta": 0.25})
+        server.generate(text="x", lora_path="B")
+        after = vlora_state(server)
+        assert after["policy"] == "merged"
+        assert after["batches_by_mode"]["merged"] > before["batches_by_mode"]["merged"]
+        assert not change(server, **{"vlora_policy:nosuch": 1})
+        assert not change(server, vlora_wait_bound=-1.0)
+        assert vlora_state(server)["policy"] == "merged"
+    finally:
+        assert change(server, **{f"vlora_policy:{before['policy']}": 1, "vlora_theta": 0.5})
+
+
 def test_metrics_show_modes_slots_and_adapters(server: Server) -> None:
-    server.generate(text="x", lora_path="A")
+    for adapter in ("A", "B", None):
+        server.generate(text="x", lora_path=adapter)
     text = requests.get(f"{server.url}/metrics", timeout=60).text
-    lines = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
-    names = {
-        "mode_share",
-        "switches",
-        "switch_seconds",
-        "starving_requests",
-        "adapters",
-        "slot_hits",
-        "adapter_requests",
-    }
-    assert {f"vlora:{name}" for name in names} <= lines
-    assert 'adapter="A"' in text
-    hits = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("vlora:slot_hits{")]
-    assert sum(hits) > 0
+    values: dict[str, list[tuple[str, float]]] = {}
+    for line in text.splitlines():
+        if line.startswith("vlora:"):
+            name, _, rest = line.removeprefix("vlora:").partition("{")
+            labels, _, value = rest.rpartition("} ")
+            values.setdefault(name, []).append((labels, float(value)))
+    shares = {mode: v for mode in InferenceMode for labels, v in values["mode_share"] if f'mode="{mode}"' in labels}
+    assert set(shares) == set(InferenceMode)
+    assert sum(shares.values()) == pytest.approx(1)
+    total = {name: sum(value for _, value in rows) for name, rows in values.items()}
+    for name in ("iterations", "switches", "switch_seconds", "slot_hits", "slot_misses"):
+        assert total[name] > 0, name
+    for name in ("starving_requests", "slot_reloads"):
+        assert total[name] == 0, name
+    tiers = {tier: v for tier in ("device", "host") for labels, v in values["adapters"] if f'tier="{tier}"' in labels}
+    assert tiers["device"] + tiers["host"] >= 2
+    shown = {part for labels, _ in values["adapter_requests"] for part in labels.split(",")}
+    assert {'adapter="A"', 'adapter="B"', 'adapter="base"', 'state="running"', 'state="waiting"'} <= shown

@@ -59,7 +59,7 @@ class Engine:
         else:
             batch = self.running
         plan = self.planner.settle([(r.rid, r.lora_id) for r in batch])
-        self.planner.ran(plan, {r.rid: r.prompt if prefill else 1 for r in batch}, prefill)
+        self.planner.ran(plan, [(r.lora_id, r.prompt if prefill else 1) for r in batch], prefill)
         self.log.append((plan.mode, plan.merged_adapter, plan.requests))
         for r in batch:
             r.output_ids.append(0)
@@ -102,14 +102,32 @@ def test_iterations_advance_the_clock_by_the_table() -> None:
     planner = Planner(make_policy("merged", COSTS), 4, 3)
     request = Request("x", "m")
     planner.next([request], [])
-    planner.ran(planner.settle([("x", "m")]), {"x": 100}, prefill=True)
+    planner.ran(planner.settle([("x", "m")]), [("m", 100)], prefill=True)
     assert planner.clock == pytest.approx(COSTS.merge + COSTS.prefill.seconds({"m": 100}, 5000, "m"))
     assert (planner.switches, planner.folded) == (1, "m")
     before = planner.clock
     request.output_ids.append(0)
     planner.next([], [request])
-    planner.ran(planner.settle([("x", "m")]), {"x": 1}, prefill=False)
+    planner.ran(planner.settle([("x", "m")]), [("m", 1)], prefill=False)
     assert planner.clock - before == pytest.approx(COSTS.decode.seconds({"m": 1}, 101, "m"))
+
+
+def test_a_row_that_no_plan_has_seen_is_counted_and_ends_nothing() -> None:
+    planner = Planner(make_policy("cost", COSTS), 4, 3)
+    planner.next([Request("x", "a")], [])
+    plan = planner.settle([("x", "a"), ("late", "b")])
+    iteration = planner.ran(plan, [("a", 10), ("b", 20)], prefill=True)
+    assert dict(iteration.groups) == {"a": 10, "b": 20}
+    assert planner.clock == pytest.approx(COSTS.prefill.seconds({"a": 10, "b": 20}, 250, None))
+    assert planner.next([], [Request("x", "a"), Request("late", "b")]).requests == ("x", "late")
+
+
+def test_another_policy_decides_from_the_next_iteration_on() -> None:
+    planner = Planner(make_policy("merged", COSTS), 4, 3)
+    waiting = [Request("x", "m"), Request("y", "other")]
+    assert planner.next(waiting, []).merged_adapter == "m"
+    planner.use(make_policy("unmerged", COSTS))
+    assert planner.next(waiting, []).merged_adapter is None
 
 
 def test_latency_constraints_are_read_and_wrong_ones_refused() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, ServiceClass
 from vlora_sgl.errors import RequestError
+from vlora_sgl.managers.iteration_log import Iteration
 from vlora_sgl.managers.policies import Policy, QueueState, RequestState, mode_of
 from vlora_sgl.managers.policies.base import Memory, visible
 
@@ -138,35 +139,41 @@ class Planner:
             target = None
         return BatchPlan(tuple(rid for rid, _ in rows), mode_of((a for _, a in rows), target), target)
 
-    def ran(self, plan: BatchPlan, tokens: Mapping[str, int], prefill: bool) -> None:
-        """Account for an iteration that was launched.
+    def ran(self, plan: BatchPlan, rows: Sequence[tuple[AdapterId, int]], prefill: bool) -> Iteration:
+        """Account for an iteration that is launched, and return what it is.
 
         Args:
             plan: what ``settle`` returned for it.
-            tokens: tokens of each request in it.
+            rows: adapter and tokens of each request of ``plan``, in its order.
             prefill: whether it was a prefill.
         """
-        costs = self.policy.costs
-        if plan.merged_adapter != self.folded:
-            seconds = costs.switch_seconds(self.folded, plan.merged_adapter)
+        costs, before, started = self.policy.costs, self.folded, self.clock
+        if plan.merged_adapter != before:
+            seconds = costs.switch_seconds(before, plan.merged_adapter)
             self.switches += 1
             self.switch_seconds += seconds
             self.clock += seconds
             self.folded = plan.merged_adapter
+        # SGLang forms the batch after ``next`` saw the queues: a row it may have put in since has no state yet.
+        states = [self._states.get(rid) for rid in plan.requests]
         groups: Counter[AdapterId] = Counter()
         context = 0.0
-        for rid, count in tokens.items():
-            state = self._states[rid]
-            groups[state.adapter] += count
-            context += count * count / 2 if prefill else state.context
+        for (adapter, tokens), state in zip(rows, states, strict=True):
+            groups[adapter] += tokens
+            context += tokens * tokens / 2 if prefill else state.context if state is not None else 0
         seconds = (costs.prefill if prefill else costs.decode).seconds(groups, context, self.folded)
         self.clock += seconds
         self.seconds_by_mode[plan.mode] += seconds
         self.memory = self.policy.remember(self.memory, prefill, groups, self.folded)
-        for rid in tokens:
-            state = self._states[rid]
-            state.progress = self.clock
-            state.remaining = max(1, state.remaining - (not prefill))
+        for state in states:
+            if state is not None:
+                state.progress = self.clock
+                state.remaining = max(1, state.remaining - (not prefill))
+        return Iteration(prefill, groups, context, before, self.folded, plan.mode, self.clock - started)
+
+    def use(self, policy: Policy) -> None:
+        """Decide by another policy from the next iteration on; what the one before remembered is dropped."""
+        self.policy, self.memory = policy, {}
 
     def state(self) -> dict[str, Any]:
         """Figures for ``/server_info`` and the metrics; the seconds are the cost table's."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from vlora_sgl import _sgl
 from vlora_sgl.core import BatchPlan, InferenceMode
+from vlora_sgl.errors import ConfigError
 from vlora_sgl.managers.adapter_manager import SlotResidency
-from vlora_sgl.managers.cost_table import ModelShape, table_for
+from vlora_sgl.managers.cost_table import CostTable, ModelShape, table_for
 from vlora_sgl.managers.head_requests import HeadRequests
+from vlora_sgl.managers.iteration_log import IterationLog
 from vlora_sgl.managers.metrics import VLoraMetrics
 from vlora_sgl.managers.mode_choice import choose_mode
 from vlora_sgl.managers.planner import Planner
-from vlora_sgl.managers.policies import Limits, make_policy
+from vlora_sgl.managers.policies import Limits, Policy, make_policy
 from vlora_sgl.managers.reuse import PrefixReuse
 from vlora_sgl.managers.reuse_metrics import ReuseMetrics
-from vlora_sgl.server_args import VLoraArgs
+from vlora_sgl.server_args import VLoraArgs, changed_while_serving
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +51,11 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
         """Put the plan's order behind SGLang's own."""
         super().init_schedule_policy()
         self.planner: Planner | None = None
+        self.iteration_log: IterationLog | None = None
         if self.enable_lora:
             self.planner = self._make_planner()
+            if self.vlora_args.iteration_log is not None and self.ps.tp_rank == 0:
+                self.iteration_log = IterationLog(Path(self.vlora_args.iteration_log), self.planner.policy.costs)
             self.policy: Any = PlannedOrder(self.policy, self.planner)
             pool = self.lora_manager.memory_pool
             self.residency = SlotResidency(memory=self.lora_manager.max_loras_per_batch)
@@ -73,14 +79,17 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
         )
         costs = table_for(device_name(self.device), shape, args.cost_table)
         logger.info("policy %s with costs: %s", args.policy, costs.provenance)
-        policy = make_policy(args.policy, costs, Limits(theta=args.theta, wait_bound=args.wait_bound))
         # SGLang counts the base model as an adapter that holds a slot.
         return Planner(
-            policy,
+            self._make_policy(costs),
             max_batch=self.max_running_requests,
             max_adapters=max(1, self.lora_manager.max_loras_per_batch - 1),
             can_fold=self.lora_manager.switcher is not None,
         )
+
+    def _make_policy(self, costs: CostTable) -> Policy:
+        args = self.vlora_args
+        return make_policy(args.policy, costs, Limits(theta=args.theta, wait_bound=args.wait_bound))
 
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
         """Plan the iteration, then let SGLang form a prefill batch within the plan."""
@@ -120,12 +129,38 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
         self.batches_by_mode[plan.mode] += 1
         prefill = batch.forward_mode.is_extend()
         tokens = batch.extend_lens if prefill else [1] * len(batch.reqs)
-        self.planner.ran(plan, dict(zip(plan.requests, tokens, strict=True)), prefill)
+        rows = list(zip((req.lora_id for req in batch.reqs), tokens, strict=True))
+        iteration = self.planner.ran(plan, rows, prefill)
+        if self.iteration_log is not None:
+            self.iteration_log.launched(self.forward_ct + 1, iteration)
         if self.metrics is not None and (prefill or self.forward_ct % METRICS_EVERY == 0):
             self.update_metrics()
         result = super().run_batch(batch, pp_proxy_tensors)
         trace_mode(batch, result, plan)
         return result
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        """SGLang's, after noting the time."""
+        super().process_batch_result(batch, result)
+        if self.iteration_log is not None:
+            self.iteration_log.done(batch.forward_iter)
+
+    def set_internal_state(self, recv_req: Any) -> Any:
+        """SGLang's, and ours (``POST /set_internal_state``): thresholds, policy and mode of a running server.
+
+        SGLang takes numbers only, so a choice is a key of its own: ``{"vlora_policy:cost": 1}``.
+        """
+        ours = {key: value for key, value in recv_req.server_args.items() if key.startswith("vlora_")}
+        if not ours:
+            return super().set_internal_state(recv_req)
+        try:
+            self.vlora_args = changed_while_serving(self.vlora_args, ours)
+        except ConfigError as error:
+            logger.warning("settings unchanged: %s", error)
+            return _sgl.SetInternalStateReqOutput(updated=False)
+        if self.planner is not None:
+            self.planner.use(self._make_policy(self.planner.policy.costs))
+        return _sgl.SetInternalStateReqOutput(updated=True)
 
     def update_metrics(self) -> None:
         """Bring the Prometheus gauges up to date."""
