@@ -23,6 +23,26 @@ Groups = Mapping[AdapterId, int]
 """Tokens that an iteration runs through the linear layers, by adapter (``None``: the base model)."""
 
 
+def lora_work(groups: Groups, folded: AdapterId) -> tuple[int, int, int]:
+    """What applying the adapters of an iteration takes while ``folded`` is in the weights.
+
+    Returns:
+        The (slot, weight) pairs summed over the tokens, the distinct slots read, and the adapters (the base model
+        included) whose rows take the folded one out again.
+    """
+    pairs = slots = undone = 0
+    for adapter, tokens in groups.items():
+        if adapter == folded or not tokens:
+            continue
+        if folded is not None:
+            pairs += tokens
+            undone += 1
+        if adapter is not None:
+            pairs += tokens
+            slots += 1
+    return pairs, slots + (undone > 0), undone
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseCosts:
     """Coefficients of one phase, prefill or decode; all in seconds.
@@ -31,8 +51,7 @@ class PhaseCosts:
     + lora_enabled + lora_enabled_per_token * tokens           (paid in every iteration once adapters can be served)
     + lora_fixed + lora_per_slot * slots + lora_per_pair * pairs + lora_per_undo * undone   (only if pairs > 0)``
 
-    where, with adapter m folded or none (design section 3): ``pairs`` sums the (slot, weight) pairs over the tokens,
-    ``slots`` counts the distinct slots read and ``undone`` the adapters whose rows take m out again.
+    with pairs, slots and undone as ``lora_work`` counts them.
 
     Attributes:
         fixed: the iteration itself: launches, weights read once.
@@ -63,19 +82,9 @@ class PhaseCosts:
 
     def lora_seconds(self, groups: Groups, folded: AdapterId) -> float:
         """What applying the adapters adds to one iteration while ``folded`` is in the weights."""
-        pairs = slots = undone = 0
-        for adapter, tokens in groups.items():
-            if adapter == folded or not tokens:
-                continue
-            if folded is not None:
-                pairs += tokens
-                undone += 1
-            if adapter is not None:
-                pairs += tokens
-                slots += 1
+        pairs, slots, undone = lora_work(groups, folded)
         if not pairs:
             return 0.0
-        slots += undone > 0
         return self.lora_fixed + self.lora_per_slot * slots + self.lora_per_pair * pairs + self.lora_per_undo * undone
 
     def seconds(self, groups: Groups, context: float, folded: AdapterId) -> float:
@@ -174,6 +183,10 @@ SPEEDS = {"H200": (4.2e12, 6.5e14), "H100": (3.0e12, 6.5e14), "A100": (1.7e12, 2
 """Copy bandwidth (bytes/s) and dense bfloat16 operations/s by a part of the device's name, for the analytic table."""
 
 
+MEASURED = "measured-"
+"""How the names of files begin that ``vlora_sgl.profile`` writes beside the shipped ones."""
+
+
 def table_for(device: str, shape: ModelShape, path: str | None = None) -> CostTable:
     """The costs of our operator: from ``path``, else measured for this device and shape, else analytic.
 
@@ -187,7 +200,8 @@ def table_for(device: str, shape: ModelShape, path: str | None = None) -> CostTa
         if "atmm" not in tables:
             raise ConfigError(f"{path} holds tables of {', '.join(tables)}; expected one of operator atmm")
         return tables["atmm"]
-    for file in sorted(TABLES.glob("*.json")):
+    # Measured ones (``vlora_sgl.profile``) before shipped ones.
+    for file in sorted(TABLES.glob("*.json"), key=lambda file: (not file.name.startswith(MEASURED), file.name)):
         table = load_tables(file).get("atmm")
         if table is not None and (table.device, table.model) == (device, shape.name):
             return table
