@@ -15,115 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from benchmarks.serving.traces import Arrival, Workload, trace
 from vlora_sgl.core import AdapterId, InferenceMode, ServiceClass
 from vlora_sgl.managers.cost_table import CostTable, shipped
 from vlora_sgl.managers.policies import Limits, Policy, QueueState, RequestState, make_policy, mode_of
 from vlora_sgl.managers.policies.base import Memory, visible
 
 RESULTS = Path(__file__).parents[1] / "results" / "serving"
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A named distribution of traffic.
-
-    Attributes:
-        arrivals: ``poisson``; ``azure`` (gamma gaps with a coefficient of variation of 2, and a rate that swings by
-            half over an hour, like the Azure LLM inference trace of 2023); or ``bursts`` (on a fifth of the time).
-        rate: requests per second, on average.
-        adapters: how many there are.
-        skew: share of the requests that go to the hottest; the others share the rest by Zipf's law (exponent 1).
-        base: share of requests, outside the hottest, to the base model.
-        prompt: mean prompt length, tokens (log-normal, sigma 0.6, the image's tokens included).
-        output: mean output length, tokens (log-normal, sigma 0.8).
-        realtime: share of requests of class ``realtime``, each with ``deadline`` seconds.
-        deadline: their deadline.
-        seed: of everything random.
-    """
-
-    arrivals: str = "azure"
-    rate: float = 8.0
-    adapters: int = 8
-    skew: float = 0.6
-    base: float = 0.0
-    prompt: float = 400.0
-    output: float = 100.0
-    realtime: float = 0.0
-    deadline: float = 1.0
-    seed: int = 0
-
-
-@dataclass(slots=True)
-class Arrival:
-    """One request of a trace."""
-
-    at: float
-    adapter: AdapterId
-    prompt: int
-    output: int
-    service: ServiceClass = ServiceClass.INTERACTIVE
-    deadline: float | None = None
-
-
-def trace(load: Workload, seconds: float) -> Iterator[Arrival]:
-    """The arrivals of ``seconds`` of ``load``, in order."""
-    rng = random.Random(load.seed)
-    tail = [1 / k for k in range(1, load.adapters)]
-    total = sum(tail) or 1.0
-    cumulative: list[float] = []
-    for weight in tail:
-        cumulative.append((cumulative[-1] if cumulative else 0.0) + weight / total)
-
-    def pick() -> AdapterId:
-        if load.adapters == 0:
-            return None
-        if load.adapters == 1 or rng.random() < load.skew:
-            return "a0"
-        if rng.random() < load.base:
-            return None
-        u, low, high = rng.random(), 0, len(cumulative) - 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if cumulative[middle] < u else (low, middle)
-        return f"a{low + 1}"
-
-    def length(mean: float, sigma: float, most: int) -> int:
-        return max(1, min(most, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
-
-    now = 0.0
-    while True:
-        rate = load.rate
-        if load.arrivals == "azure":
-            rate *= 1 + 0.5 * math.sin(2 * math.pi * now / 3600)
-            gap = rng.gammavariate(0.25, 4 / rate)
-        elif load.arrivals == "bursts":
-            gap = rng.expovariate(5 * rate)
-            if int((now + gap) / 2) % 5 != 0:
-                # Off: move to the next on-phase of two seconds in ten.
-                gap = (math.floor((now + gap) / 10) + 1) * 10 - now + rng.expovariate(5 * rate)
-        else:
-            gap = rng.expovariate(rate)
-        now += gap
-        if now > seconds:
-            return
-        adapter = pick()
-        real = rng.random() < load.realtime
-        service = ServiceClass.REALTIME if real else ServiceClass.BATCH if load.realtime else ServiceClass.INTERACTIVE
-        yield Arrival(
-            now,
-            adapter,
-            length(load.prompt, 0.6, 8000),
-            length(load.output, 0.8, 2000) if not real else max(1, round(load.output / 10)),
-            service,
-            load.deadline if real else None,
-        )
 
 
 @dataclass(frozen=True, slots=True)

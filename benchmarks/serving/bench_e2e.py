@@ -1,0 +1,340 @@
+"""End to end: servers, traffic over HTTP, and what users of it would see, ours against stock SGLang and the policies
+of others.
+
+    python -m benchmarks.serving.bench_e2e --quick                       # cost against csgmv, one cell, one GPU
+    python -m benchmarks.serving.bench_e2e --systems cost vlora unmerged merged dlora csgmv triton --skews .1 .6 .9
+    python -m benchmarks.serving.bench_e2e --workload video --heads      # closed questions: heads against generating
+    python -m benchmarks.serving.bench_e2e --systems cost csgmv off --uniform
+    python -m benchmarks.serving.bench_e2e --shape tiny --quick          # a check of all of it, on a laptop
+
+Weights are random; latency depends on shapes alone. Every system of a cell gets the same trace, one after the other,
+from an empty prefix cache. ``--together 2`` keeps the servers of two systems up at once on one device: the idle one
+takes memory and no time, and half of the starts' minutes are saved. Rows go to ``OUT/e2e-WORKLOAD.jsonl`` with a plot
+beside it, figures to the summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.replay import replay, summarize
+from benchmarks.serving.systems import SYSTEMS, Deployment, Server, make_deployment
+from benchmarks.serving.traces import RETRIEVAL, VIDEO, Speaker, Workload, trace, without_adapters
+from benchmarks.summary import SUMMARY, card_name, record
+
+WORKLOADS = {"retrieval": RETRIEVAL, "video": VIDEO}
+RESULTS = SUMMARY.parent / "serving"
+UNIFORM_PROMPT, UNIFORM_STEPS = 256, 64
+HEAD = "answer"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, with ``--quick`` and ``--shape tiny`` resolved."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["cost", "csgmv"])
+    parser.add_argument("--workload", choices=WORKLOADS, default="retrieval")
+    parser.add_argument("--heads", action="store_true", help="ours answers by a head, the others generate")
+    parser.add_argument("--shape", choices=("7b", "tiny"), default="7b")
+    parser.add_argument("--rates", nargs="+", type=float, default=[4.0, 8.0, 12.0], help="requests per second")
+    parser.add_argument("--skews", nargs="+", type=float, default=[0.1, 0.6, 0.9], help="share of the hottest adapter")
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--slots", type=int, help="adapters on the device at once; by default all")
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of a trace")
+    parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--uniform", action="store_true", help="also throughput of a full uniform batch, closed loop")
+    parser.add_argument("--quick", action="store_true", help="one cell: skew 60 %%, one rate, 30 s")
+    parser.add_argument("--together", type=int, default=1, help="servers up at once")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds a server may take to start")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--summary", type=Path, default=SUMMARY)
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.skews, args.rates, args.seconds, args.together = [0.6], args.rates[1:2] or args.rates, 30.0, 2
+    if args.shape == "tiny":
+        args.adapters, args.rank, args.max_batch = min(args.adapters, 4), 8, 8
+        args.rates, args.seconds = [2.0], 6.0
+    args.slots = min(args.slots or args.adapters, args.adapters)
+    return args
+
+
+def cells(args: argparse.Namespace) -> Iterable[Workload]:
+    """The traffic of every cell."""
+    for skew in args.skews:
+        for rate in args.rates:
+            load = replace(WORKLOADS[args.workload], arrivals="azure", rate=rate, adapters=args.adapters)
+            yield replace(load, skew=skew, seed=args.seed)
+
+
+def requests_of(
+    load: Workload, seconds: float, speaker: Speaker, system: str, heads: bool
+) -> list[tuple[float, dict]]:
+    """The trace as this system gets it."""
+    arrivals = list(trace(load, seconds))
+    if system == "off":
+        arrivals = without_adapters(arrivals)
+    head = HEAD if heads and SYSTEMS[system].server == "ours" else None
+    return [(a.at, speaker.body(a, load.images, head)) for a in arrivals]
+
+
+def warm_up(server: Server, systems: Sequence[str], args: argparse.Namespace, model: Path) -> None:
+    """Load every adapter, and let every batch size and mode compile what it needs, outside of any measurement."""
+    names: list[str | None] = [f"a{n}" for n in range(args.adapters)] if server.name != "off" else [None]
+    modes = ("unmerged", "mixture", "merged") if server.name == "ours" else ("",)
+    speaker = Speaker(model, seed=999)
+    for mode in modes:
+        server.set({f"vlora_mode:{mode}": 1} if mode else {})
+        for size in (1, 2, 4, 8, 16, 32, 64):
+            if size <= args.max_batch:
+                adapters = [names[n % len(names)] for n in range(size)]
+                server.generate(batch_body(speaker, adapters, UNIFORM_PROMPT if args.shape == "7b" else 32, 4))
+    for system in systems:
+        server.set(SYSTEMS[system].settings)
+        load = replace(next(iter(cells(args))), seed=args.seed + 1000)
+        due = requests_of(load, 3.0, speaker, system, args.heads)
+        asyncio.run(replay(server.url, due or requests_of(load, 10.0, speaker, system, args.heads)[:1]))
+
+
+def batch_body(speaker: Speaker, adapters: Sequence[str | None], prompt: int, tokens: int) -> dict[str, Any]:
+    """One body with a text request per adapter, every prompt new."""
+    return {
+        "input_ids": [speaker.ids(prompt) for _ in adapters],
+        "lora_path": list(adapters),
+        "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens},
+    }
+
+
+def measure(server: Server, system: str, load: Workload, args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """One row: a trace served by one system."""
+    server.set(SYSTEMS[system].settings)
+    server.flush()
+    due = requests_of(load, args.seconds, Speaker(model, args.seed), system, args.heads)
+    before = server.state().get("batches_by_mode", {})
+    switches = switch_counts(server)
+    row = summarize(asyncio.run(replay(server.url, due)))
+    after = server.state().get("batches_by_mode", {})
+    ran = {mode: count - before[mode] for mode, count in after.items()}
+    return {
+        "system": system,
+        "workload": args.workload,
+        "heads": args.heads and SYSTEMS[system].server == "ours",
+        "skew": load.skew,
+        "rate": load.rate,
+        "adapters": args.adapters,
+        "slots": args.slots,
+        "rank": args.rank,
+        **row,
+        "mode_share": {mode: count / max(1, sum(ran.values())) for mode, count in ran.items()},
+        "switches": switch_counts(server) - switches,
+    }
+
+
+def switch_counts(server: Server) -> int:
+    """Mode switches so far."""
+    return sum(kind["count"] for kind in server.state().get("switches", {}).values())
+
+
+def uniform_cases(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Systems and numbers of adapters of the closed-loop cases; every batch is full."""
+    spread = [n for n in (2, 4, 8, 16, 32, 64) if n <= args.adapters]
+    ours = [("unmerged", n) for n in spread] + [("cost", 1)]
+    servers = {SYSTEMS[s].server for s in args.systems}
+    return [case for case in [*ours, ("csgmv", 8), ("off", 0)] if SYSTEMS[case[0]].server in servers]
+
+
+def measure_uniform(server: Server, system: str, adapters: int, args: argparse.Namespace, model: Path) -> dict:
+    """Seconds of a decode step and of a prefill of a full batch with its rows spread over ``adapters``.
+
+    A step is the difference of two runs over the tokens between them; medians of five, every prompt new.
+    """
+    server.set(SYSTEMS[system].settings)
+    speaker, prompt = Speaker(model, args.seed), UNIFORM_PROMPT if args.shape == "7b" else 32
+    names = [f"a{n % adapters}" if adapters else None for n in range(args.max_batch)]
+
+    def seconds(tokens: int) -> float:
+        server.flush()
+        body = batch_body(speaker, names, prompt, tokens)
+        start = time.perf_counter()
+        server.generate(body)
+        return time.perf_counter() - start
+
+    seconds(UNIFORM_STEPS)  # the policy settles
+    pairs = [(seconds(1), seconds(1 + UNIFORM_STEPS)) for _ in range(5)]
+    steps = [(long - short) / UNIFORM_STEPS for short, long in pairs]
+    return {
+        "system": system,
+        "workload": "uniform",
+        "adapters": adapters,
+        "rank": args.rank,
+        "rows": args.max_batch,
+        "decode_step": statistics.median(steps),
+        "decode_spread": [min(steps), max(steps)],
+        "prefill": statistics.median(short for short, _ in pairs),
+        "prefill_spread": [min(s for s, _ in pairs), max(s for s, _ in pairs)],
+    }
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        deployment = make_deployment(
+            Path(scratch), args.out, args.adapters, args.slots, args.rank, args.max_batch, args.shape == "tiny"
+        )
+        names = list(dict.fromkeys(SYSTEMS[s].server for s in args.systems))
+        for first in range(0, len(names), args.together):
+            rows += serve(names[first : first + args.together], deployment, args)
+    return rows
+
+
+def serve(names: Sequence[str], deployment: Deployment, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of the systems on these servers; the servers are up together and stopped at the end."""
+    start, rows = time.perf_counter(), []
+    servers: dict[str, Server] = {}
+    try:
+        for name in names:
+            servers[name] = Server(name, deployment)
+        with ThreadPoolExecutor(len(names)) as pool:
+            list(pool.map(lambda server: server.wait(args.limit), servers.values()))
+        note(f"{', '.join(names)} up after {time.perf_counter() - start:.0f} s")
+        systems = [s for s in args.systems if SYSTEMS[s].server in servers]
+        for server in servers.values():
+            mine = [s for s in systems if SYSTEMS[s].server == server.name]
+            warm_up(server, mine, args, deployment.model)
+        note(f"warm after {time.perf_counter() - start:.0f} s")
+        for load in cells(args):
+            for system in systems:
+                row = measure(servers[SYSTEMS[system].server], system, load, args, deployment.model)
+                note(describe(row))
+                rows.append(row)
+        for system, adapters in uniform_cases(args) if args.uniform else ():
+            if SYSTEMS[system].server in servers:
+                row = measure_uniform(servers[SYSTEMS[system].server], system, adapters, args, deployment.model)
+                note(describe(row))
+                rows.append(row)
+    finally:
+        for server in servers.values():
+            server.stop()
+    return rows
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A row in one line; times in milliseconds, modes in percent of the iterations."""
+    if row["workload"] == "uniform":
+        times = f"{1e3 * row['decode_step']:.3f} a step, prefill {1e3 * row['prefill']:.1f}"
+        return f"{row['system']:9s} {row['adapters']:2d} adapters, {row['rows']} rows: {times}"
+    ms = {name: 1e3 * row[name] for name in ("token_latency", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")}
+    modes = "/".join(f"{100 * share:.0f}" for share in row["mode_share"].values()) or "-"
+    return (
+        f"{row['system']:9s} skew {row['skew']:.2f} rate {row['rate']:5.1f}: {ms['token_latency']:7.2f} a token, "
+        f"TTFT {ms['ttft_p50']:6.1f} p99 {ms['ttft_p99']:6.1f}, ITL {ms['itl_p50']:5.2f} p99 {ms['itl_p99']:5.1f}, "
+        f"{row['tokens_per_second']:6.0f} tokens/s, {row['requests']} done, {row['failed']} failed, modes {modes}, "
+        f"{row['switches']} switches, cached {row['cached_share']:.2f} {row['first_error']}"
+    )
+
+
+def note(text: str) -> None:
+    """Progress, at once."""
+    print(text, flush=True)
+
+
+Figure = tuple[str, float, bool]
+
+
+def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
+    """What the rows say under the names of the project's figures: name, ratio, whether higher is better."""
+    found: list[Figure] = []
+    replayed = [r for r in rows if r["workload"] != "uniform"]
+    groups: dict[tuple, dict[str, dict]] = {}
+    for r in replayed:
+        groups.setdefault((r["workload"], r["skew"], r["rate"], r["adapters"]), {})[r["system"]] = r
+
+    def worst(other: str, keep: Any = lambda key: True) -> float | None:
+        ratios = [
+            # A head answers in one token what the other generates in several: there a request's latency counts.
+            cell["cost"][metric] / cell[other][metric]
+            for key, cell in groups.items()
+            if {"cost", other} <= cell.keys() and keep(key)
+            for metric in ["mean_latency" if cell["cost"]["heads"] else "token_latency"]
+        ]
+        return max(ratios, default=None)
+
+    def add(name: str, value: float | None, higher: bool = False) -> None:
+        if value is not None:
+            found.append((f"e2e.{name}", value, higher))
+
+    heads = any(r["heads"] for r in replayed)
+    add("retrieval.skew60_vs_sglang", worst("csgmv", lambda key: key[:2] == ("retrieval", 0.6)))
+    if heads:
+        add("video_heads.skew60_vs_sglang", worst("csgmv", lambda key: key[:2] == ("video", 0.6)))
+    add("worst_vs_sglang", worst("csgmv"))
+    add("vs_dlora_policy", worst("dlora", lambda key: key[1] == 0.6))
+    for name in ("punica", "slora"):  # one policy: they differ in their operators, which ours takes the place of
+        add(f"vs_{name}_policy", worst("unmerged", lambda key: key[1] == 0.6))
+    uniform = {(r["system"], r["adapters"]): r for r in rows if r["workload"] == "uniform"}
+    off = uniform.get(("off", 0))
+    eight, one = uniform.get(("unmerged", 8)), uniform.get(("cost", 1))
+    if off and eight:
+        add(f"uniform8.r{eight['rank']}.decode_vs_off", off["decode_step"] / eight["decode_step"], True)
+        add("uniform8.prefill_vs_off", off["prefill"] / eight["prefill"], True)
+    if off and one:
+        add("one_adapter_vs_off", off["decode_step"] / one["decode_step"], True)
+    spread = {n: r["decode_step"] for (system, n), r in uniform.items() if system == "unmerged"}
+    if {2, 64} <= spread.keys():
+        add("flat_2_64", spread[2] / spread[64], True)
+    return found
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Latency per token over the rate, one panel per skew."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    skews = sorted({r["skew"] for r in rows})
+    figure, axes = pyplot.subplots(1, len(skews), figsize=(3.6 * len(skews) + 1, 3.4), sharey=True, squeeze=False)
+    for axis, skew in zip(axes[0], skews, strict=True):
+        for system in dict.fromkeys(r["system"] for r in rows):
+            line = sorted(
+                (r["rate"], 1e3 * r["token_latency"]) for r in rows if (r["system"], r["skew"]) == (system, skew)
+            )
+            axis.plot(*zip(*line, strict=True), marker="o", markersize=4, label=SYSTEMS[system].says)
+        axis.set(title=f"{skew:.0%} to the hottest adapter", xlabel="requests per second", yscale="log")
+        axis.grid(alpha=0.3, which="both")
+    axes[0][0].set_ylabel("latency per token, ms")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write rows and plot, record figures. Returns 1 if a request failed."""
+    args = parse(argv)
+    rows = run(args)
+    card = card_name()
+    with (args.out / f"e2e-{args.workload}.jsonl").open("a") as file:
+        file.writelines(json.dumps({**row, "card": card, "date": time.strftime("%Y-%m-%d")}) + "\n" for row in rows)
+    replayed = [r for r in rows if r["workload"] != "uniform"]
+    if replayed:
+        plot(replayed, args.out / f"e2e-{args.workload}.png")
+    for name, value, higher in figures(rows):
+        note(f"{name}: {value:.4f}")
+        record(name, value, "ratio", higher, summary=args.summary)
+    return int(any(r.get("failed") for r in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

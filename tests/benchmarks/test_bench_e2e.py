@@ -1,0 +1,107 @@
+"""The end-to-end harness without a server: bodies of a trace, sums over outcomes, figures from rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.serving.bench_e2e import figures, parse, requests_of
+from benchmarks.serving.replay import Outcome, summarize
+from benchmarks.serving.systems import SYSTEMS, Deployment
+from benchmarks.serving.traces import IMAGE_TOKENS, RETRIEVAL, VIDEO, Arrival, Speaker, Workload, trace
+from vlora_sgl.models import tiny
+
+
+@pytest.fixture(scope="module")
+def speaker() -> Speaker:
+    return Speaker(tiny.path())
+
+
+def test_a_body_has_the_tokens_and_images_asked_for(speaker: Speaker) -> None:
+    from transformers import AutoTokenizer
+
+    body = speaker.body(Arrival(0.0, "a3", prompt=256, output=20), images=2)
+    tokens = AutoTokenizer.from_pretrained(tiny.path()).encode(body["text"], add_special_tokens=False)
+    # A placeholder stands for one image's tokens.
+    assert len(tokens) + 2 * (IMAGE_TOKENS - 1) == 256
+    assert len(set(body["image_data"])) == 2
+    assert (body["lora_path"], body["sampling_params"]["max_new_tokens"]) == ("a3", 20)
+
+
+def test_every_system_gets_the_same_trace(speaker: Speaker) -> None:
+    load = Workload(rate=5.0, output=9, images=0)
+    one, other = (requests_of(load, 20.0, Speaker(tiny.path(), 3), system, False) for system in ("cost", "csgmv"))
+    assert one == other and len(one) > 20
+    bare = requests_of(load, 20.0, Speaker(tiny.path(), 3), "off", False)
+    assert {body["lora_path"] for _, body in bare} == {None}
+    assert [(due, body["text"]) for due, body in bare] == [(due, body["text"]) for due, body in one]
+    heads, stock = (requests_of(load, 20.0, Speaker(tiny.path(), 3), s, True) for s in ("cost", "csgmv"))
+    assert {body["sampling_params"]["max_new_tokens"] for _, body in heads} == {1}
+    assert stock == other
+
+
+def test_workloads_are_what_they_say() -> None:
+    rows = list(trace(Workload(**{**{f: getattr(RETRIEVAL, f) for f in RETRIEVAL.__slots__}, "rate": 50.0}), 100.0))
+    assert sum(r.prompt for r in rows) / len(rows) == pytest.approx(256, rel=0.05)
+    assert sum(r.output for r in rows) / len(rows) == pytest.approx(220, rel=0.05)
+    rows = list(trace(Workload(**{**{f: getattr(VIDEO, f) for f in VIDEO.__slots__}, "rate": 50.0}), 100.0))
+    assert {r.prompt for r in rows} == {6 * IMAGE_TOKENS + 32}
+    assert all(3 <= r.output <= 16 for r in rows)
+
+
+def test_latency_per_token_is_all_seconds_over_all_tokens() -> None:
+    good = [
+        Outcome(1.0, first=1.5, last=3.0, tokens=3, prompt=10, cached=5, gaps=[1.0, 0.5]),
+        Outcome(2.0, first=2.1, last=2.1, tokens=1, prompt=10),
+    ]
+    row = summarize([*good, Outcome(3.0, error="503: no")])
+    assert row["token_latency"] == pytest.approx((2.0 + 0.1) / 4)
+    assert (row["requests"], row["failed"], row["first_error"]) == (2, 1, "503: no")
+    assert row["cached_share"] == 0.25
+    assert row["tokens_per_second"] == pytest.approx(4 / 3)
+    assert summarize([Outcome(0.0, error="x")])["requests"] == 0
+
+
+def row(system: str, latency: float, **more: Any) -> dict[str, Any]:
+    cell = {"workload": "retrieval", "heads": False, "skew": 0.6, "rate": 8.0, "adapters": 8}
+    return {**cell, "system": system, "token_latency": latency, "mean_latency": 9 * latency, **more}
+
+
+def test_figures_are_the_worst_cells() -> None:
+    rows = [row("cost", 6.0), row("csgmv", 10.0), row("dlora", 8.0), row("unmerged", 6.6)]
+    rows += [row("cost", 9.0, skew=0.1), row("csgmv", 10.0, skew=0.1)]
+    rows += [
+        {"workload": "uniform", "rank": 64, "system": s, "adapters": n, "decode_step": d, "prefill": p}
+        for s, n, d, p in (("unmerged", 8, 8.0, 200.0), ("off", 0, 6.8, 180.0), ("cost", 1, 6.85, 180.0))
+    ]
+    found = {name: value for name, value, _ in figures(rows)}
+    assert found == pytest.approx(
+        {
+            "e2e.retrieval.skew60_vs_sglang": 0.6,
+            "e2e.worst_vs_sglang": 0.9,
+            "e2e.vs_dlora_policy": 0.75,
+            "e2e.vs_punica_policy": 6 / 6.6,
+            "e2e.vs_slora_policy": 6 / 6.6,
+            "e2e.uniform8.r64.decode_vs_off": 0.85,
+            "e2e.uniform8.prefill_vs_off": 0.9,
+            "e2e.one_adapter_vs_off": 6.8 / 6.85,
+        }
+    )
+
+
+def test_command_lines_name_the_system(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path / "m", {"a0": tmp_path / "a0"}, 1, 64, 32, False, tmp_path)
+    ours, stock, off = (deployment.command(name, 1234) for name in ("ours", "csgmv", "off"))
+    assert "vlora_sgl.launch_server" in ours and f"a0={tmp_path}/a0" in ours
+    assert "benchmarks.serving.stock" in stock and "--lora-backend" in stock
+    assert "--enable-lora" not in off
+    shared = {"--max-running-requests", "--load-format", "--chunked-prefill-size"}
+    assert all(shared <= set(command) for command in (ours, stock, off))
+    assert {system.server for system in SYSTEMS.values()} == {"ours", "csgmv", "triton", "off"}
+
+
+def test_quick_is_one_cell() -> None:
+    args = parse(["--quick"])
+    assert (args.skews, len(args.rates), args.together) == ([0.6], 1, 2)
