@@ -18,11 +18,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -186,48 +187,44 @@ def measure_uniform(server: Server, system: str, adapters: int, args: argparse.N
     }
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows."""
-    rows: list[dict[str, Any]] = []
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows, each as soon as it is measured."""
     with tempfile.TemporaryDirectory() as scratch:
         deployment = make_deployment(
             Path(scratch), args.out, args.adapters, args.slots, args.rank, args.max_batch, args.shape == "tiny"
         )
         names = list(dict.fromkeys(SYSTEMS[s].server for s in args.systems))
         for first in range(0, len(names), args.together):
-            rows += serve(names[first : first + args.together], deployment, args)
-    return rows
+            yield from serve(names[first : first + args.together], deployment, args)
 
 
-def serve(names: Sequence[str], deployment: Deployment, args: argparse.Namespace) -> list[dict[str, Any]]:
+def serve(names: Sequence[str], deployment: Deployment, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of the systems on these servers; the servers are up together and stopped at the end."""
-    start, rows = time.perf_counter(), []
+    start, model = time.perf_counter(), deployment.model
     servers: dict[str, Server] = {}
     try:
         for name in names:
             servers[name] = Server(name, deployment)
         with ThreadPoolExecutor(len(names)) as pool:
-            list(pool.map(lambda server: server.wait(args.limit), servers.values()))
-        note(f"{', '.join(names)} up after {time.perf_counter() - start:.0f} s")
+            failures = list(pool.map(lambda server: server.wait(args.limit), servers.values()))
+        for name, failure in zip(names, failures, strict=True):
+            if failure:
+                note(failure)
+                servers.pop(name).stop()
+        note(f"{', '.join(servers)} up after {time.perf_counter() - start:.0f} s")
         systems = [s for s in args.systems if SYSTEMS[s].server in servers]
         for server in servers.values():
-            mine = [s for s in systems if SYSTEMS[s].server == server.name]
-            warm_up(server, mine, args, deployment.model)
+            warm_up(server, [s for s in systems if SYSTEMS[s].server == server.name], args, model)
         note(f"warm after {time.perf_counter() - start:.0f} s")
         for load in cells(args):
             for system in systems:
-                row = measure(servers[SYSTEMS[system].server], system, load, args, deployment.model)
-                note(describe(row))
-                rows.append(row)
+                yield measure(servers[SYSTEMS[system].server], system, load, args, model)
         for system, adapters in uniform_cases(args) if args.uniform else ():
             if SYSTEMS[system].server in servers:
-                row = measure_uniform(servers[SYSTEMS[system].server], system, adapters, args, deployment.model)
-                note(describe(row))
-                rows.append(row)
+                yield measure_uniform(servers[SYSTEMS[system].server], system, adapters, args, model)
     finally:
         for server in servers.values():
             server.stop()
-    return rows
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -323,16 +320,24 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write rows and plot, record figures. Returns 1 if a request failed."""
     args = parse(argv)
-    rows = run(args)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # a time limit: stop the servers, keep what there is
+    rows: list[dict[str, Any]] = []
     card = card_name()
-    with (args.out / f"e2e-{args.workload}.jsonl").open("a") as file:
-        file.writelines(json.dumps({**row, "card": card, "date": time.strftime("%Y-%m-%d")}) + "\n" for row in rows)
-    replayed = [r for r in rows if r["workload"] != "uniform"]
-    if replayed:
-        plot(replayed, args.out / f"e2e-{args.workload}.png")
-    for name, value, higher in figures(rows):
-        note(f"{name}: {value:.4f}")
-        record(name, value, "ratio", higher, summary=args.summary)
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with (args.out / f"e2e-{args.workload}.jsonl").open("a") as file:
+            for row in run(args):
+                note(describe(row))
+                file.write(json.dumps({**row, "card": card, "date": time.strftime("%Y-%m-%d")}) + "\n")
+                file.flush()
+                rows.append(row)
+    finally:
+        replayed = [r for r in rows if r["workload"] != "uniform"]
+        if replayed:
+            plot(replayed, args.out / f"e2e-{args.workload}.png")
+        for name, value, higher in figures(rows):
+            note(f"{name}: {value:.4f}")
+            record(name, value, "ratio", higher, summary=args.summary)
     return int(any(r.get("failed") for r in rows))
 
 

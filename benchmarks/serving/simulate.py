@@ -411,7 +411,7 @@ def worst_vs_sglang(rows: Sequence[dict], skew: float = 0.6) -> tuple[float, tup
 def starvation(tables: dict[str, CostTable], machine: Machine, limits: Limits, seconds: float) -> Report:
     """The hot adapter alone asks for more than the replica can give; the others ask for a little."""
     load = Workload(arrivals="poisson", skew=0.97, adapters=8, seed=1)
-    load = replace(load, rate=1.2 * capacity(tables["atmm"], machine, load))
+    load = replace(load, rate=1.6 * capacity(tables["atmm"], machine, load))
     return runners(tables, machine, limits)["cost"](load, seconds)
 
 

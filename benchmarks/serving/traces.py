@@ -145,7 +145,7 @@ class Speaker:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
-        texts = {token: tokenizer.decode([token]) for token in set(tokenizer.get_vocab().values())}
+        texts = {token: str(tokenizer.decode([token])) for token in set(tokenizer.get_vocab().values())}
         alone = {token: text for token, text in sorted(texts.items()) if text.startswith(" ") and text[1:].isalpha()}
         self.words = {t: text for t, text in alone.items() if tokenizer.encode(text, add_special_tokens=False) == [t]}
         self._random = random.Random(seed)
@@ -162,7 +162,7 @@ class Speaker:
         sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_new_tokens": arrival.output}
         if head is not None:
             sampling |= {"max_new_tokens": 1, "custom_params": {"vlora_head": head}}
-        body = {
+        body: dict[str, Any] = {
             "text": "<|vision_start|><|image_pad|><|vision_end|>" * images + text,
             "sampling_params": sampling,
             "lora_path": arrival.adapter,
@@ -174,14 +174,14 @@ class Speaker:
 
 
 def picture(seed: int) -> str:
-    """A smooth random image as base64 JPEG."""
+    """A smooth random image as a data URL: bare base64 of a JPEG starts with a slash, like a path."""
     from PIL import Image
 
     rng = random.Random(seed)
     small = Image.frombytes("RGB", (8, 8), rng.randbytes(192))
     buffer = io.BytesIO()
     small.resize((IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.BICUBIC).save(buffer, format="JPEG", quality=80)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def without_adapters(arrivals: Sequence[Arrival]) -> list[Arrival]:

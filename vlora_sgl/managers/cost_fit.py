@@ -91,13 +91,20 @@ def fit(rows: Sequence[Mapping[str, Any]], like: CostTable, provenance: str) -> 
         for name, value in zip(SWITCHES, found[len(COLUMNS) :], strict=True):
             if value > 0:
                 switches[name] = max(switches.get(name, 0.0), float(value))
-    table = replace(like, **phases, **switches, provenance=provenance)
+    table = replace(
+        like,
+        prefill=phases["prefill"],
+        decode=phases["decode"],
+        merge=switches.get("merge", like.merge),
+        unmerge=switches.get("unmerge", like.unmerge),
+        provenance=provenance,
+    )
     return Fit(table, error, total, kept)
 
 
 def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Least squares with every coefficient >= 0: the most negative one is set to zero until none is left."""
-    active = matrix.any(axis=0)
+    active = np.asarray(matrix.any(axis=0))
     found = np.zeros(matrix.shape[1])
     while active.any():
         scale = np.linalg.norm(matrix[:, active], axis=0)

@@ -1,6 +1,6 @@
 """The policy of least estimated completion time, from the cost table, with a bound on waiting.
 
-Three decisions, each from seconds of the table:
+Four decisions, each from seconds of the table:
 
 1. *Which adapter to fold.* A metrical task system: staying in the wrong fold costs a little every iteration, changing
    it costs a switch. The memory holds, per adapter, the seconds that recent iterations would have saved with it folded
@@ -11,7 +11,8 @@ Three decisions, each from seconds of the table:
    adapter that has none running; then arrival. (Letting every starving request jump the queue would only fill the
    batch with more adapters when load is highest.) A request that starves for want of an adapter slot closes the door
    to other adapters' requests (the hot one's last) until a slot drains.
-3. *Whether to park.* Running only the folded adapter's n_m of n rows is faster per iteration and idles the others. The
+3. *When to admit.* A prefill costs a fixed time that all rows wait for, so admissions are gathered (``gathers``).
+4. *Whether to park.* Running only the folded adapter's n_m of n rows is faster per iteration and idles the others. The
    sum of completion times falls only if ``n_m / t_merged > n / t_mixture``; then the others sit out a number of
    iterations that minimises ``(f t_mixture + (1 - f) t_merged) (h + (1 - h) / f)``, h = n_m / n, over the fraction f
    in which they run.
@@ -53,7 +54,8 @@ class CostPolicy(Policy):
         """Choose the fold, then the order of admission, then whether to park."""
         folded = self.choose_fold(state)
         rows = self.rows_to_run(state, folded)
-        return assemble(state, (*rows, *self.admission_order(state, folded)), folded)
+        late = [] if self.gathers(state, folded) else self.admission_order(state, folded)
+        return assemble(state, (*rows, *late), folded)
 
     def remember(self, memory: Memory, prefill: bool, groups: Groups, folded: AdapterId, repeats: int = 1) -> Memory:
         """Add to each candidate's sum what these iterations would have saved with it folded."""
@@ -98,6 +100,34 @@ class CostPolicy(Policy):
         return self.costs.prefill.lora_seconds(prefill, folded) + LOOKAHEAD * self.costs.decode.lora_seconds(
             decode, folded
         )
+
+    def gathers(self, state: QueueState, folded: AdapterId) -> bool:
+        """Whether admissions wait, so that one prefill serves several requests.
+
+        A prefill takes ``F`` seconds whatever it holds, and all n rows wait for it. Where places are short, one that
+        waits for others to come free does no work: with ``L`` seconds of decoding a request takes
+        ``L / (n - (k - 1) / 2) + F / k`` of the engine if k are admitted at a time, least for ``k = n sqrt(2 F / L)``.
+        Where they are not, k requests that come as fast as rows leave wait ``k (k - 1) L / (2 n)`` for each other and
+        save the rows ``(k - 1) n F``: the same k is best, if waiting has not cost more than ``n F`` before.
+        """
+        rows, free = len(state.running), state.max_batch - len(state.running)
+        if not rows or not state.waiting or state.chunked is not None:
+            return False
+        groups = group_sizes(state.running)
+        for r in state.waiting:
+            if r.service is ServiceClass.REALTIME or r.deadline is not None:
+                return False
+            if r.adapter not in groups and self.starves(r, state):
+                return False
+        prefill = self.costs.prefill
+        fixed = prefill.fixed + prefill.lora_enabled + prefill.lora_fixed
+        context = sum(r.context for r in state.running)
+        step = self.costs.decode.seconds(groups, context, folded)
+        best = min(rows * sqrt(2 * fixed / (state.waiting[0].remaining * step)), state.max_batch / 4)
+        if len(state.waiting) > free:
+            return free < best
+        waited = sum(state.clock - r.progress for r in state.waiting)
+        return len(state.waiting) < best and waited < rows * fixed
 
     def starves(self, request: RequestState, state: QueueState) -> bool:
         """Whether a request is to be served before its turn.
