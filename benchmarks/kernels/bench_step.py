@@ -123,7 +123,7 @@ def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, ti
         run_scheduler_process_func = staticmethod(run_stock_scheduler)
 
     stock = {"lora_backend": "torch_native" if tiny else "csgmv"} if rank else {}
-    return Stock(log_level="error", **(CPU_DEFAULTS if tiny else {}), **stock, **options)
+    return Stock(**{"log_level": "error", **(CPU_DEFAULTS if tiny else {}), **stock, **options})
 
 
 def adapters_of(case: str, batch: int) -> list[str | None] | None:
