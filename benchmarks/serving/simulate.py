@@ -7,7 +7,6 @@ device slots. Between two events (an arrival, a finish) a batch whose plan canno
 once, so a day of traffic takes seconds to minutes.
 
     python -m benchmarks.serving.simulate --policy cost --adapters 8 --skew 0.6 --load 0.8
-    python -m benchmarks.serving.simulate --grid            # every policy x skew x load, figures and plots
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 from benchmarks.serving.traces import Arrival, Workload, trace
 from vlora_sgl.core import AdapterId, InferenceMode, ServiceClass
 from vlora_sgl.managers.cost_table import CostTable, shipped
 from vlora_sgl.managers.policies import Limits, Policy, QueueState, RequestState, make_policy, mode_of
 from vlora_sgl.managers.policies.base import Memory, visible
-
-RESULTS = Path(__file__).parents[1] / "results" / "serving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,92 +357,21 @@ Runner = Callable[[Workload, float], Report]
 
 
 def runners(tables: dict[str, CostTable], machine: Machine, limits: Limits) -> dict[str, Runner]:
-    """The systems compared: our policies on our operator, and ``sglang``: unmerged, csgmv, loads that stall."""
+    """The systems compared: the policies on our operator, and ``sglang``: unmerged, csgmv, loads that stall."""
 
     def run(name: str, table: CostTable, where: Machine) -> Runner:
         return lambda load, seconds: simulate(make_policy(name, table, limits), table, where, load, seconds)
 
     systems = {n: run(n, tables["atmm"], machine) for n in ("cost", "vlora", "dlora", "merged", "unmerged")}
+    if "einsum" in tables:  # the paper's baselines bring their own operator, and dLoRA its own switch
+        systems |= {n: run(n, tables["einsum"], machine) for n in ("dlora", "unmerged")}
     if "csgmv" in tables:
         systems["sglang"] = run("unmerged", tables["csgmv"], replace(machine, can_park=False, prefetch=False))
     return systems
 
 
-SKEWS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
-LOADS = (0.3, 0.5, 0.7, 0.85, 0.95)
-
-
-def grid(tables: dict[str, CostTable], machine: Machine, limits: Limits, load: Workload, seconds: float) -> list[dict]:
-    """One row per skew, load (of ``capacity``) and system."""
-    rows = []
-    for skew in SKEWS:
-        at = replace(load, skew=skew)
-        limit = capacity(tables["atmm"], machine, at)
-        for share in LOADS:
-            traffic = replace(at, rate=share * limit)
-            for system, run in runners(tables, machine, limits).items():
-                report = run(traffic, seconds)
-                rows.append({"system": system, "skew": skew, "load": share, "rate": traffic.rate, **asdict(report)})
-    return rows
-
-
-def cells(rows: Sequence[dict]) -> dict[tuple[float, float], dict[str, float]]:
-    """Latency per token by (skew, load) and system."""
-    table: dict[tuple[float, float], dict[str, float]] = {}
-    for row in rows:
-        table.setdefault((row["skew"], row["load"]), {})[row["system"]] = row["token_latency"]
-    return table
-
-
-def worst_vs_best_other(rows: Sequence[dict]) -> tuple[float, tuple[float, float]]:
-    """The largest quotient of ``cost`` and the best other system, and the cell it is in."""
-    return max((c["cost"] / min(v for s, v in c.items() if s != "cost"), cell) for cell, c in cells(rows).items())
-
-
-def worst_vs_sglang(rows: Sequence[dict], skew: float = 0.6) -> tuple[float, tuple[float, float]]:
-    """The largest quotient of ``cost`` and stock SGLang at ``skew`` or more, and the cell it is in."""
-    return max((c["cost"] / c["sglang"], cell) for cell, c in cells(rows).items() if cell[0] >= skew)
-
-
-def starvation(tables: dict[str, CostTable], machine: Machine, limits: Limits, seconds: float) -> Report:
-    """The hot adapter alone asks for more than the replica can give; the others ask for a little."""
-    load = Workload(arrivals="poisson", skew=0.97, adapters=8, seed=1)
-    load = replace(load, rate=1.6 * capacity(tables["atmm"], machine, load))
-    return runners(tables, machine, limits)["cost"](load, seconds)
-
-
-def deadlines(tables: dict[str, CostTable], machine: Machine, limits: Limits, seconds: float) -> dict[str, Report]:
-    """A tenth of the requests has a deadline of one second; batch work beside it asks for more than there is."""
-    load = Workload(arrivals="poisson", realtime=0.1, deadline=1.0, seed=2)
-    load = replace(load, rate=1.2 * capacity(tables["atmm"], machine, load))
-    systems = runners(tables, machine, limits)
-    return {name: systems[name](load, seconds) for name in ("cost", "unmerged")}
-
-
-def plot(rows: Sequence[dict], path: Path) -> None:
-    """Latency per token over load, one panel per skew."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = [s for s in SKEWS if s in (0.1, 0.3, 0.6, 0.9)]
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(3.6 * len(shown), 3.4), sharey=True, layout="constrained")
-    systems = list(dict.fromkeys(r["system"] for r in rows))
-    for axis, skew in zip(axes, shown, strict=True):
-        for system in systems:
-            line = [(r["load"], 1e3 * r["token_latency"]) for r in rows if r["skew"] == skew and r["system"] == system]
-            style = {"linewidth": 2.4, "zorder": 3} if system == "cost" else {"linestyle": "--", "alpha": 0.85}
-            axis.plot(*zip(*line, strict=True), marker="o", markersize=3, label=system, **style)
-        axis.set(title=f"{skew:.0%} to the hottest of 8", xlabel="load / capacity unmerged", yscale="log")
-        axis.grid(alpha=0.3, which="both")
-    axes[0].set_ylabel("latency per token, ms (simulated)")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one simulation, or the grid that the figures come from."""
+    """Run one simulation."""
     parser = argparse.ArgumentParser(description="Serve synthetic traffic with the real policies on a cost table.")
     parser.add_argument("--policy", default="cost", help="a policy, or 'sglang' for the stock baseline")
     parser.add_argument("--table", default="h100-7b", help="name of a shipped set of cost tables")
@@ -458,51 +383,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="length of the trace")
     parser.add_argument("--park", action="store_true", help="policies may leave running requests out")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--grid", action="store_true", help="all systems, skews and loads; writes results and figures")
     args = parser.parse_args(argv)
-    tables, limits = shipped(args.table), Limits()
-    machine = Machine(slots=args.slots, can_park=args.park)
+    tables, machine = shipped(args.table), Machine(slots=args.slots, can_park=args.park)
     load = Workload(arrivals=args.arrivals, adapters=args.adapters, skew=args.skew, seed=args.seed)
-    if not args.grid:
-        traffic = replace(load, rate=args.load * capacity(tables["atmm"], machine, load))
-        started = time.perf_counter()
-        report = runners(tables, machine, limits)[args.policy](traffic, args.seconds)
-        print(json.dumps(asdict(report), indent=1))
-        print(f"{report.span:.0f} s of traffic in {time.perf_counter() - started:.1f} s")
-        return
-    from benchmarks import summary
-
-    rows = grid(tables, machine, limits, load, args.seconds)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    name = f"policies-{args.table}{'-park' if args.park else ''}"
-    keep = ("system", "skew", "load", "rate", "token_latency", "p99_latency", "longest_wait", "switches", "modes")
-    lines = [json.dumps({k: rounded(r[k]) for k in keep}) for r in rows]
-    (RESULTS / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    plot(rows, RESULTS / f"{name}.png")
-    worst, where = worst_vs_best_other(rows)
-    print(f"cost over the best other: at worst {worst:.4f} at (skew, load) {where}")
-    stock, stock_where = worst_vs_sglang(rows)
-    print(f"cost over stock SGLang, skew >= 0.6: at worst {stock:.4f} at {stock_where}")
-    starving = starvation(tables, machine, limits, args.seconds)
-    ratio = starving.coldest_wait / limits.wait_bound
-    print(f"longest wait of the coldest over the bound: {ratio:.3f}; hot adapter idle {starving.hot_idle_share:.4f}")
-    for system, report in deadlines(tables, machine, limits, args.seconds).items():
-        print(f"deadline 1 s, {system}: p99 {report.realtime_p99:.3f} s, missed {report.realtime_missed:.4f}")
-    if not args.park:
-        command = f"python -m benchmarks.serving.simulate --grid --seconds {args.seconds:g}"
-        for figure, value in (
-            ("worst_vs_best_other", worst),
-            ("skew60_vs_sglang", stock),
-            ("longest_wait_over_bound", ratio),
-        ):
-            summary.record(f"policy.cost.{figure}", value, "ratio", False, command=command)
-
-
-def rounded(value: object) -> object:
-    """Four significant digits, so that a re-run changes the raw rows only where something changed."""
-    if isinstance(value, dict):
-        return {k: rounded(v) for k, v in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    traffic = replace(load, rate=args.load * capacity(tables["atmm"], machine, load))
+    started = time.perf_counter()
+    report = runners(tables, machine, Limits())[args.policy](traffic, args.seconds)
+    print(json.dumps(asdict(report), indent=1))
+    print(f"{report.span:.0f} s of traffic in {time.perf_counter() - started:.1f} s")
 
 
 if __name__ == "__main__":

@@ -11,27 +11,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.serving.shape7b import plain_adapter_loading
-
-
-def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """The scheduler process."""
-    from vlora_sgl import _sgl
-
-    plain_adapter_loading()
-    _sgl.run_scheduler_process(*args, **kwargs)
+from benchmarks.serving.shape7b import run_stock_scheduler
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until stopped."""
-    from benchmarks.serving import stock
     from vlora_sgl import _sgl
 
     arguments = _sgl.prepare_server_args(list(sys.argv[1:] if argv is None else argv))
     try:
-        _sgl.http_server.launch_server(arguments, run_scheduler_process_func=stock.run_scheduler)
+        _sgl.http_server.launch_server(arguments, run_scheduler_process_func=run_stock_scheduler)
     finally:
         _sgl.kill_process_tree(os.getpid(), include_parent=False)
 

@@ -6,16 +6,15 @@ import itertools
 
 import pytest
 
+from benchmarks.serving.policy_grid import cells, column, deadlines, starvation, worst_vs_best_other, worst_vs_sglang
 from benchmarks.serving.simulate import (
     Arrival,
     Machine,
     Replica,
     Workload,
     capacity,
-    deadlines,
     runners,
     simulate,
-    starvation,
     trace,
 )
 from vlora_sgl.managers.cost_table import shipped
@@ -76,6 +75,27 @@ def test_deadlines_hold_while_batch_work_saturates() -> None:
     reports = deadlines(TABLES, Machine(), LIMITS, 60.0)
     assert reports["cost"].realtime_p99 < 1.0
     assert reports["unmerged"].realtime_p99 > 1.0, "without the class they would not hold"
+
+
+@pytest.mark.parametrize("skew", [0.3, 0.9])
+def test_on_the_papers_costs_and_operators_its_algorithm_is_first(skew: float) -> None:
+    """Figure 19: V-LoRA before dLoRA and before never merging, each on its own operator and switch."""
+    load = Workload(skew=skew, prompt=256, output=200)
+    rows = column(shipped("a100-paper"), Machine(), LIMITS, load, [0.6], 40.0)
+    (cell,) = cells(rows).values()
+    assert cell["vlora"] < 0.9 * min(cell["dlora"], cell["merged"], cell["unmerged"])
+    assert cell["dlora"] < 1.05 * cell["unmerged"]
+
+
+def test_figures_name_the_worst_cell() -> None:
+    latencies = {(0.6, 0.5): (9.0, 10.0, 20.0), (0.9, 0.5): (10.2, 10.0, 15.0), (0.1, 0.5): (9.5, 10.0, 10.0)}
+    rows = [
+        {"system": system, "skew": skew, "load": load, "seed": 0, "token_latency": value}
+        for (skew, load), values in latencies.items()
+        for system, value in zip(("cost", "unmerged", "sglang"), values, strict=True)
+    ]
+    assert worst_vs_best_other(rows) == (pytest.approx(1.02), (0.9, 0.5, 0))
+    assert worst_vs_sglang(rows) == (pytest.approx(0.68), (0.9, 0.5, 0))
 
 
 def test_a_thousand_adapters_thrash_visibly() -> None:
