@@ -274,6 +274,7 @@ class Replica:
         for r in rows:
             r.context, r.prompt = r.prompt + 1, 0
             r.left -= 1
+            r.generated = 1
         self.running.extend(rows)
         self._finish()
 
@@ -298,6 +299,7 @@ class Replica:
         for r in rows:
             r.context += steps
             r.left -= steps
+            r.generated += steps
             r.remaining = max(1, r.remaining - steps)
         self._finish()
 

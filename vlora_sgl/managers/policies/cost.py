@@ -123,7 +123,8 @@ class CostPolicy(Policy):
         fixed = prefill.fixed + prefill.lora_enabled + prefill.lora_fixed
         context = sum(r.context for r in state.running)
         step = self.costs.decode.seconds(groups, context, folded)
-        best = min(rows * sqrt(2 * fixed / (state.waiting[0].remaining * step)), state.max_batch / 4)
+        length = sum(r.generated + r.remaining for r in state.running) / rows
+        best = min(rows * sqrt(2 * fixed / (length * step)), state.max_batch / 4)
         if len(state.waiting) > free:
             return free < best
         waited = sum(state.clock - r.progress for r in state.waiting)
