@@ -7,7 +7,7 @@ these models mean nothing. ``tiny`` runs the same code on a CPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,10 @@ def allow_large_images(settings: Any) -> None:
             allow_large_images(value)
 
 
-def make_adapters(root: Path, model: Path, names: Iterable[str], rank: int) -> dict[str, Path]:
-    """Write random PEFT adapters on all seven projections, bfloat16, one directory per name below ``root``.
+def make_adapters(
+    root: Path, model: Path, names: Iterable[str], rank: int, projections: Sequence[str] = PROJECTIONS
+) -> dict[str, Path]:
+    """Write random PEFT adapters on these projections, bfloat16, one directory per name below ``root``.
 
     They differ in one matrix, which makes them different adapters and saves the time to draw the rest.
     """
@@ -86,7 +88,8 @@ def make_adapters(root: Path, model: Path, names: Iterable[str], rank: int) -> d
     shapes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, inner)) | {"down_proj": (inner, hidden)}
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(text["num_hidden_layers"]):
-        for name, (width_in, width_out) in shapes.items():
+        for name in projections:
+            width_in, width_out = shapes[name]
             block = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             stem = f"base_model.model.model.language_model.layers.{layer}.{block}.{name}"
             for part, shape in (("lora_A", (rank, width_in)), ("lora_B", (width_out, rank))):
@@ -95,7 +98,7 @@ def make_adapters(root: Path, model: Path, names: Iterable[str], rank: int) -> d
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": list(PROJECTIONS),
+        "target_modules": list(projections),
         "bias": "none",
     }
     first = next(iter(tensors))

@@ -102,7 +102,8 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
 
     def _can_schedule_lora_req(self, req: Any, running_loras: set[str | None]) -> bool:
         """Whether the plan and SGLang both let this request in now."""
-        if self.planner is None or self.planner.planned(req.rid):
+        # A forced mode takes every request as it comes.
+        if self.planner is None or self.vlora_args.mode != "auto" or self.planner.planned(req.rid):
             return bool(super()._can_schedule_lora_req(req, running_loras))
         if self.enable_lora_overlap_loading:
             # Not its turn yet, but its adapter may come in on the side stream meanwhile, if a slot is free for it.

@@ -1,0 +1,51 @@
+"""Two ranks answer as one, with identical plans: over gloo on a CPU, over NCCL on two GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.serving.engine_runs import EngineProcess
+from tests.conftest import TinyModel
+from tests.e2e.modes import Expected, check_all, engine_options
+from vlora_sgl.platforms.cpu import is_plain_cpu
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not is_plain_cpu() and torch.cuda.device_count() < 2, reason="needs two GPUs, or a plain CPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[EngineProcess]:
+    with EngineProcess({**engine_options(tiny_model.path, mode_adapters), "tp_size": 2}) as process:
+        yield process.ready()
+
+
+@pytest.mark.parametrize("mode", ["auto", "unmerged", "merged", "mixture"])
+def test_every_mode_answers_as_one_rank_and_ranks_plan_alike(
+    engine: EngineProcess, expected: dict[str | None, Expected], mode: str
+) -> None:
+    engine.force_mode(mode)
+    ran = set()
+    for names in (["all"], ["mlp", "all", "attention", None, "all", "all"], [None, None, "mlp"], ["attention"]):
+        run = check_all(engine, names, expected)
+        one, other = ([(s.kind, s.rows, s.tokens, s.plan) for s in steps] for steps in run.ranks)
+        assert one == other
+        assert all(plan[0] for _, _, _, plan in one)
+        ran |= {plan[1] for _, _, _, plan in one}
+    assert ran & ({"merged"} if mode == "auto" else {mode})
+
+
+def test_an_adapter_unloaded_while_folded_leaves_both_shards_pristine(
+    engine: EngineProcess, expected: dict[str | None, Expected], mode_adapters: dict[str, Path]
+) -> None:
+    engine.force_mode("merged")
+    check_all(engine, ["all"], expected)
+    assert engine.unload("all") is None
+    check_all(engine, [None, "mlp"], expected)
+    assert engine.load("all", mode_adapters["all"]) is None
+    check_all(engine, ["all"], expected)
