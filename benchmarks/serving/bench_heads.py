@@ -16,7 +16,8 @@ the 30 that a stream brings each second). A head answers either with its prefill
 - ``heads.streams``, ``heads.lm5_streams``: most streams, one chunk a second each, whose chunks are all answered within
   a second (of a few seconds' trial at a time).
 - ``heads.served_vs_reference_mismatches`` (``--reference``): answers of heads of a tiny random model that differ from
-  transformers + PEFT + head, each asked alone and again among generating requests.
+  transformers + PEFT + head: each asked alone, again from the cache, and among generating requests, by engines that
+  choose modes, that force each one, with chunked prefill and with overlap scheduling.
 
 No image is asked about twice, so no cache helps. Cases are interleaved; medians are reported, all values are in the
 rows.
@@ -39,6 +40,7 @@ from PIL import Image
 from benchmarks.serving.client import Client, images, request
 from benchmarks.serving.shape7b import build_engine, engine_options, make_adapters, make_model
 from benchmarks.summary import record
+from vlora_sgl.core import InferenceMode
 from vlora_sgl.heads import ClassifyHead, CountHead, DetectHead, save_heads
 
 ADAPTERS = [f"adapter{number}" for number in range(8)]
@@ -59,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for row in [reference_row(Path(scratch))] if args.reference else serve(Path(scratch), args):
+        for row in (reference if args.reference else serve)(Path(scratch), args):
             rows.append(row)
             print(json.dumps(row), flush=True)
             if "figure" in row:
@@ -159,11 +161,17 @@ def stream_trials(
             return
 
 
-def reference_row(root: Path, pictures: int = 5) -> dict[str, Any]:
-    """Served answers of random heads that are not those of transformers + PEFT + head."""
-    from tests.e2e.reference import Reference, assert_close
+SETTINGS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "overlap, chunks of 16 tokens": {"disable_overlap_schedule": False, "chunked_prefill_size": 16},
+    **{str(mode): {"mode": str(mode)} for mode in InferenceMode},
+}
+
+
+def reference(root: Path, args: argparse.Namespace, pictures: int = 4) -> Iterator[dict[str, Any]]:
+    """Served answers of random heads that are not those of transformers + PEFT + head, by setting and in all."""
+    from tests.e2e.reference import Reference
     from tests.tiny_random import make_adapter
-    from vlora_sgl import Engine
 
     model = make_model(root / "model", tiny=True)
     adapters = {}
@@ -175,35 +183,54 @@ def reference_row(root: Path, pictures: int = 5) -> dict[str, Any]:
         save_heads(adapters[name], [*heads, DetectHead("detect", 128, ["cat", "dog"], threshold=0.01)])
     noise = np.random.default_rng(0).integers(0, 256, (pictures, 84, 112, 3), dtype=np.uint8)
     cases = list(itertools.product(adapters, ("classify", "count", "detect"), map(Image.fromarray, noise)))
-    reference = Reference(model)
+    truth = Reference(model)
     asked = [request([picture], name, 1, head) for name, head, picture in cases]
     wanted = [
-        reference.answer(adapters[name], head, one["prompt"], picture)
+        truth.answer(adapters[name], head, one["prompt"], picture)
         for (name, head, picture), one in zip(cases, asked, strict=True)
     ]
+    total = 0
+    for setting, options in SETTINGS.items():
+        wrong, answers = mismatches(model, adapters, options, asked, wanted)
+        total += wrong
+        yield {"setting": setting, "answers": answers, "mismatches": wrong}
+    yield figure("heads.served_vs_reference_mismatches", [total], "answers", False)
+
+
+def mismatches(
+    model: Path, adapters: dict[str, Path], options: dict[str, Any], asked: list[dict[str, Any]], wanted: list[Any]
+) -> tuple[int, int]:
+    """Wrong answers of one engine, and how many it gave."""
+    from tests.e2e.reference import assert_close
+    from vlora_sgl import Engine
+    from vlora_sgl.server_args import VLoraArgs
+
+    options = dict(options)
     engine = Engine(
+        vlora=VLoraArgs(mode=options.pop("mode", "auto")),
         model_path=str(model),
         enable_lora=True,
         lora_paths=[f"{name}={path}" for name, path in adapters.items()],
         max_loras_per_batch=3,
         max_lora_rank=16,
+        **options,
     )
     try:
         client = Client(engine)
-        alone = [client.ask(one)[0] for one in asked]
+        answers = [client.ask(one)[0] for one in asked]
+        answers += [client.ask(one)[0] for one in asked]
         engine.flush_cache()
-        generating = [request([picture], name, 8) for name, _, picture in cases]
-        mixed = client.ask(*(one for pair in zip(asked, generating, strict=True) for one in pair))[::2]
+        generating = [request(one["image_data"], one["lora_path"], 8) for one in asked]
+        answers += client.ask(*(one for pair in zip(asked, generating, strict=True) for one in pair))[::2]
     finally:
         engine.shutdown()
     wrong = 0
-    for answer, expected in zip([*alone, *mixed], [*wanted, *wanted], strict=True):
+    for answer, expected in zip(answers, wanted * 3, strict=True):
         try:
             assert_close(answer.meta_info["vlora_head"], expected)
         except AssertionError:
             wrong += 1
-    row = figure("heads.served_vs_reference_mismatches", [wrong], "answers", False)
-    return {**row, "answers": len(alone) + len(mixed)}
+    return wrong, len(answers)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

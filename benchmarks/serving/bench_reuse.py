@@ -208,7 +208,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             style = "--" if system == "stock" else "-"
             axis.plot(*zip(*points, strict=True), style, marker="o", label=f"{system}, {kind}")
     left.set(xlabel="adapters on one image", ylabel="mean time to first token (s)", yscale="log", xscale="log")
-    left.set_xticks(ticks := sorted({row["adapters"] for row in left_rows}), ticks)
+    left.set_xticks(ticks := sorted({row["adapters"] for row in left_rows}), [str(tick) for tick in ticks])
     right.set(xlabel="round", ylabel="prompt tokens computed", yscale="log")
     left.legend(fontsize=7)
     right.legend(fontsize=7)
