@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.shape7b import make_adapter, make_model, plain_adapter_loading
+from benchmarks.serving.shape7b import make_adapters, make_model, plain_adapter_loading
 from benchmarks.summary import RESULTS, package_versions, record
 
 ADAPTERS = 8
@@ -303,7 +303,7 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
         model = make_model(directory / "model", args.tiny)
         for rank in sorted({rank for phase in phases for rank in phase.values()} - {0}):
             # One adapter's bytes serve for all: latency does not depend on values.
-            first = make_adapter(directory / f"rank{rank}" / "adapter0", model, rank, rank)
+            first = make_adapters(directory / f"rank{rank}", model, ["adapter0"], rank)["adapter0"]
             for i in range(1, ADAPTERS):
                 other = first.parent / f"adapter{i}"
                 other.mkdir()

@@ -43,7 +43,6 @@ from benchmarks.summary import record
 from vlora_sgl.core import InferenceMode
 from vlora_sgl.heads import ClassifyHead, CountHead, DetectHead, save_heads
 
-ADAPTERS = [f"adapter{number}" for number in range(8)]
 HEAD = "head"
 CASES = {"head": (1, HEAD), "one token": (1, None), "five tokens": (5, None)}
 
@@ -76,18 +75,28 @@ def main() -> None:
 def serve(root: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start an engine and measure everything; rows come as they are measured."""
     model = make_model(root / "model", args.tiny)
-    config = json.loads((model / "config.json").read_text())
-    hidden = config.get("text_config", config)["hidden_size"]
-    adapters = make_adapters(root / "adapters", model, ADAPTERS, args.rank)
+    adapters = make_adapters(root / "adapters", model, [f"adapter{number}" for number in range(8)], args.rank)
     for path in adapters.values():
-        save_heads(path, [ClassifyHead(HEAD, hidden, [f"class {number}" for number in range(101)])])
+        give_head(path, model)
     engine = build_engine(**engine_options(model, adapters, args.rank, args.tiny))
     try:
-        client, tokens = Client(engine), 16 if args.tiny else 256
-        yield from latencies(client, args.repeats, tokens)
-        yield from throughputs(client, args.seconds, tokens, 4 if args.tiny else 32)
+        yield from measure(Client(engine), list(adapters), args)
     finally:
         engine.shutdown()
+
+
+def give_head(adapter: Path, model: Path) -> None:
+    """Add a head of 101 classes (a video's action, in the paper) to an adapter's directory."""
+    config = json.loads((model / "config.json").read_text())
+    hidden = config.get("text_config", config)["hidden_size"]
+    save_heads(adapter, [ClassifyHead(HEAD, hidden, [f"class {number}" for number in range(101)])])
+
+
+def measure(client: Client, adapters: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All of it, on an engine that has these adapters, with heads."""
+    tokens = 16 if args.tiny else 256
+    yield from latencies(client, adapters[0], args.repeats, tokens)
+    yield from throughputs(client, adapters, args.seconds, tokens, 4 if args.tiny else 32)
 
 
 def figure(name: str, values: list[float], unit: str, higher_is_better: bool) -> dict[str, Any]:
@@ -102,14 +111,14 @@ def figure(name: str, values: list[float], unit: str, higher_is_better: bool) ->
     }
 
 
-def latencies(client: Client, repeats: int, tokens: int) -> Iterator[dict[str, Any]]:
+def latencies(client: Client, adapter: str, repeats: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Head, one token and five tokens, one request at a time, from the call and from the engine's queue."""
     fresh = images(tokens)
     for question, frames in (("image", 1), ("video chunk", 6)):
         seconds: dict[str, list[float]] = {}
         for _, (case, (count, head)) in itertools.product(range(repeats + 1), CASES.items()):
             for start, hold in (("call", False), ("queue", True)):
-                one = request(list(itertools.islice(fresh, frames)), ADAPTERS[0], count, head)
+                one = request(list(itertools.islice(fresh, frames)), adapter, count, head)
                 seconds.setdefault(f"{case} from the {start}", []).append(client.ask(one, hold=hold)[0].seconds)
         seconds = {name: values[1:] for name, values in seconds.items()}  # the first round compiled and warmed up
         for name, values in seconds.items():
@@ -122,13 +131,15 @@ def latencies(client: Client, repeats: int, tokens: int) -> Iterator[dict[str, A
             yield figure("heads.latency_over_prefill", over, "ratio", False)
 
 
-def throughputs(client: Client, seconds: int, tokens: int, workers: int) -> Iterator[dict[str, Any]]:
+def throughputs(
+    client: Client, adapters: list[str], seconds: int, tokens: int, workers: int
+) -> Iterator[dict[str, Any]]:
     """Answers per second with so many requests under way at any time; and streams of video chunks."""
     fresh = images(tokens)
 
     def asker(frames: int, case: str) -> Callable[[int], dict[str, Any]]:
         count, head = CASES[case]
-        return lambda n: request(list(itertools.islice(fresh, frames)), ADAPTERS[n % len(ADAPTERS)], count, head)
+        return lambda n: request(list(itertools.islice(fresh, frames)), adapters[n % len(adapters)], count, head)
 
     rates: dict[tuple[int, str], float] = {}
     for frames, case in itertools.product((1, 6), ("head", "five tokens")):

@@ -17,20 +17,27 @@ The requests are all in the scheduler's queue before it starts, and times count 
 takes the client's process the same time everywhere. Stock SGLang runs in a process of its own, with the same model and
 adapters; its adapters always fork the KV (as vLLM's do, whose block hashes contain the adapter's id). A case's values
 are of different images; medians are reported, all values are in the rows.
+
+``--heads`` measures what bench_heads measures too, on the same engine: a start of 7B shape costs a minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving import bench_heads
 from benchmarks.serving.client import Client, images, request
 from benchmarks.serving.shape7b import build_engine, build_stock_engine, engine_options, make_adapters, make_model
 from benchmarks.summary import record
@@ -51,41 +58,58 @@ def main() -> None:
     parser.add_argument("--adapters", nargs="+", type=int, default=list(COUNTS), help="how many ask about one image")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5, help="of each case, one more to warm up")
+    parser.add_argument("--limit", type=float, help="seconds for each system, its start included; what is done counts")
+    parser.add_argument("--heads", action="store_true", help="first, on our engine, what bench_heads measures")
+    parser.add_argument("--seconds", type=int, default=4, help="with --heads: of each throughput and trial of streams")
     parser.add_argument("--summary", type=Path, required=True, help="file to append the figures to")
     parser.add_argument("--rows", type=Path, help="file to write all measured values to")
     parser.add_argument("--plot", type=Path, help="file to draw them to")
     parser.add_argument("--measure", choices=SYSTEMS, help=argparse.SUPPRESS)  # of the process of one system
     args = parser.parse_args()
     if args.measure:
-        write_rows(args.rows, measure(args.measure, args))
+        with args.rows.open("w", buffering=1) as file:
+            for row in measure(args.measure, args):
+                file.write(json.dumps({"system": args.measure, **row}) + "\n")
         return
-    rows = []
+    rows: list[dict[str, Any]] = []
     for system in args.systems:
-        with tempfile.NamedTemporaryFile("r") as answer:
-            command = [sys.executable, "-m", "benchmarks.serving.bench_reuse", "--measure", system]
-            command += ["--rows", answer.name, "--summary", str(args.summary), "--rank", str(args.rank)]
-            command += ["--repeats", str(args.repeats), "--adapters", *map(str, args.adapters)]
-            subprocess.run([*command, "--tiny"] if args.tiny else command, check=True)
-            rows += [json.loads(line) for line in Path(answer.name).read_text().splitlines()]
+        rows += rows_of(system, args)
     for row in rows:
         print(json.dumps(row))
+        if "figure" in row:
+            record(row["figure"], row["value"], row["unit"], row["higher_is_better"], summary=args.summary)
     for name, value, unit, higher_is_better in figures(rows):
         print(f"{name}: {value:.4g} {unit}")
         record(name, value, unit, higher_is_better, summary=args.summary)
     if args.rows:
-        write_rows(args.rows, rows)
+        args.rows.parent.mkdir(parents=True, exist_ok=True)
+        args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if args.plot:
-        plot(rows, args.plot)
+        plot([row for row in rows if row.get("case") in ("shared", "rounds")], args.plot)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def rows_of(system: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure one system in a process of its own; what it measured until its time was up."""
+    with tempfile.NamedTemporaryFile("r") as answer:
+        command = [sys.executable, "-m", "benchmarks.serving.bench_reuse", "--measure", system]
+        command += ["--rows", answer.name, "--summary", str(args.summary), "--rank", str(args.rank)]
+        command += ["--repeats", str(args.repeats), "--adapters", *map(str, args.adapters)]
+        command += ["--seconds", str(args.seconds)]
+        command += [f"--{flag}" for flag in ("tiny", "heads") if getattr(args, flag)]
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            if process.wait(args.limit):
+                raise subprocess.CalledProcessError(process.returncode, command)
+        except subprocess.TimeoutExpired:
+            print(f"{system}: stopped after {args.limit:.0f} s", file=sys.stderr)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the engine's processes are in its group
+        return [json.loads(line) for line in Path(answer.name).read_text().splitlines() if line.endswith("}")]
 
 
-def measure(system: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start one system's engine and measure it."""
+def measure(system: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Start one system's engine and measure it; rows come as they are measured."""
     most = max(args.adapters)
     kinds = {"forked": most} if system == "stock" else {"forked": min(FORKED, most), "activated": most}
     with tempfile.TemporaryDirectory() as scratch:
@@ -96,48 +120,56 @@ def measure(system: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         for name, path in adapters.items():
             if name.startswith("activated"):
                 save_heads(path, [], activation="after_image")
+            elif system == "ours":
+                bench_heads.give_head(path, model)
         options = engine_options(model, adapters, args.rank, args.tiny)
         options["max_loras_per_batch"] = most + 1
         engine = (build_engine if system == "ours" else build_stock_engine)(**options)
         try:
             client, tokens = Client(engine), 64 if args.tiny else 1024
-            cases = [(kind, count) for count in args.adapters for kind, top in kinds.items() if count <= top]
-            rows = shared(client, cases, tokens, args.repeats) + rounds(client, list(kinds), tokens, args.repeats)
+            if args.heads and system == "ours":
+                yield from bench_heads.measure(client, names[: kinds["forked"]], args)
+            for count in sorted(args.adapters, key=lambda n: (n != 8, n)):  # what the figures are of comes first
+                yield from shared(client, [kind for kind, top in kinds.items() if count <= top], count, tokens, args)
+                if count == 8:
+                    yield from rounds(client, list(kinds), tokens, args)
+            if 8 not in args.adapters:
+                yield from rounds(client, list(kinds), tokens, args)
         finally:
             engine.shutdown()
-    return [{"system": system, **row} for row in rows]
 
 
-def shared(client: Client, cases: list[tuple[str, int]], tokens: int, repeats: int) -> list[dict[str, Any]]:
+def shared(
+    client: Client, kinds: list[str], count: int, tokens: int, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """N adapters on one image, all in the queue at once. The image is new, or the encoder alone has seen it."""
     fresh = images(tokens)
-    found: dict[tuple[str, int, str], list[dict[str, float]]] = {}
-    for repeat, (kind, count) in itertools.product(range(repeats + 1), cases):
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for repeat, kind in itertools.product(range(args.repeats + 1), kinds):
         picture = next(fresh)
         requests = [request([picture], f"{kind}{number}", 1) for number in range(count)]
         for image in ("new", "encoded"):
             client.engine.flush_cache()
             answers = client.ask(*requests, hold=True)
             if repeat:
-                found.setdefault((kind, count, image), []).append(counts(answers))
-    return [
-        {"case": "shared", "kind": kind, "adapters": count, "image": image, **columns(values)}
-        for (kind, count, image), values in found.items()
-    ]
+                found.setdefault((kind, image), []).append(counts(answers))
+    for (kind, image), values in found.items():
+        yield {"case": "shared", "kind": kind, "adapters": count, "image": image, **columns(values)}
 
 
-def rounds(client: Client, kinds: list[str], tokens: int, repeats: int) -> list[dict[str, Any]]:
+def rounds(client: Client, kinds: list[str], tokens: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A conversation about one image, round after round, the answers so far in the prompt."""
     fresh = images(tokens)
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for repeat, kind in itertools.product(range(min(repeats, 3) + 1), kinds):
+    for repeat, kind in itertools.product(range(min(args.repeats, 3) + 1), kinds):
         one = request([next(fresh)], f"{kind}0", 1)
         for number in range(1, ROUNDS + 1):
             answers = client.ask(one, hold=True)
             if repeat:
                 found.setdefault((kind, number), []).append(counts(answers))
             one = {**one, "prompt": one["prompt"] + MORE}
-    return [{"case": "rounds", "kind": kind, "round": number, **columns(v)} for (kind, number), v in found.items()]
+    for (kind, number), values in found.items():
+        yield {"case": "rounds", "kind": kind, "round": number, **columns(values)}
 
 
 def counts(answers: list[Any]) -> dict[str, float]:
@@ -168,16 +200,16 @@ def figures(rows: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
         return None
 
     eight = {"case": "shared", "adapters": 8, "image": "new"}
-    stock, forked, activated = one("stock", **eight), one("ours", kind="forked", **eight), None
+    stock, forked = one("stock", **eight), one("ours", kind="forked", **eight)
+    activated = one("ours", kind="activated", **eight)
     found = []
-    if forked is not None:
-        activated = one("ours", kind="activated", **eight)
+    if forked is not None and activated is not None:
         found.append(("reuse.shared8_ttft_ratio", _ratio(forked, activated), "ratio", True))
         share = max(activated["image_tokens_computed"]) / activated["image_tokens"][0]
         found.append(("reuse.shared8_image_tokens_computed", share, "images", False))
     if stock is not None and activated is not None:
         found.append(("reuse.shared8_ttft_vs_sglang", _ratio(stock, activated), "ratio", True))
-    second = [row for row in rows if row["case"] == "rounds" and row["round"] == 2 and row["system"] == "ours"]
+    second = [row for row in rows if row["system"] == "ours" and row.get("round") == 2]
     if second:
         computed = max(itertools.chain.from_iterable(row["image_tokens_computed"] for row in second))
         found.append(("reuse.round2_image_tokens_computed", computed, "tokens", False))
