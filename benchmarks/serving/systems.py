@@ -99,7 +99,7 @@ class Deployment:
 
 def graph_sizes(max_batch: int) -> list[int]:
     """Batch sizes with a decode graph of their own."""
-    return [n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128) if n < max_batch] + [max_batch]
+    return [n for n in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128) if n < max_batch] + [max_batch]
 
 
 def on_gpu() -> bool:
