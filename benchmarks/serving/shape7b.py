@@ -138,8 +138,13 @@ def plain_adapter_loading() -> None:
     """SGLang reads adapters in the base's load format, and the dummy one reads no files: give adapters their own."""
     from vlora_sgl import _sgl
 
-    loader = _sgl.lora_module.DefaultModelLoader
-    _sgl.lora_module.DefaultModelLoader = lambda load_config: loader(_sgl.LoadConfig())
+    class FileLoader(_sgl.lora_module.DefaultModelLoader):  # type: ignore[misc]
+        """Reads files whatever format the base is told to have."""
+
+        def __init__(self, load_config: Any) -> None:
+            super().__init__(_sgl.LoadConfig())
+
+    _sgl.lora_module.DefaultModelLoader = FileLoader
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
