@@ -24,12 +24,14 @@ class Example:
 
     Attributes:
         boxes: for detection, each object's label and its x1, y1, x2, y2 as fractions of the image's width and height.
+        references: the acceptable answers where there are several; ``answer`` is the one to learn.
     """
 
     images: tuple[Path, ...]
     question: str
     answer: str
     boxes: tuple[tuple[str, Box], ...] = ()
+    references: tuple[str, ...] = ()
 
     def load_images(self) -> list[Image.Image]:
         """The images, decoded, RGB."""

@@ -29,6 +29,14 @@ class RememberedImages:
                 found = self._inner.get_image_features(**inputs, return_dict=True).pooler_output
             self._features.append(tuple(feature.detach() for feature in found))
 
+    @classmethod
+    def join(cls, parts: Sequence[tuple[RememberedImages, Sequence[int]]]) -> RememberedImages:
+        """The features of the chosen examples of several, one after another."""
+        joined = cls.__new__(cls)
+        joined._inner = parts[0][0]._inner
+        joined._features = [part._features[i] for part, chosen in parts for i in chosen]
+        return joined
+
     @staticmethod
     def possible(model: Any, rows: Sequence[dict[str, Tensor]]) -> bool:
         """Whether the model's features are understood: the Qwen2-VL family, every example with an image."""

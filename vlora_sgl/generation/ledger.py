@@ -36,12 +36,18 @@ class Ledger:
         floors: least accuracy of each data set.
         path: where every finished step is appended at once; ``None`` keeps them in memory only.
         digest: identity of the configuration; a ledger of another one is refused.
+        write: whether this process appends; of several that train together, one does.
     Raises:
         ConfigError: ``path`` holds the ledger of another configuration, or is damaged before its last line.
     """
 
     def __init__(
-        self, trainer: Trainer, floors: Mapping[str, float], path: Path | None = None, digest: str = ""
+        self,
+        trainer: Trainer,
+        floors: Mapping[str, float],
+        path: Path | None = None,
+        digest: str = "",
+        write: bool = True,
     ) -> None:
         self.floors = dict(floors)
         self.held: dict[frozenset[str], Names] = {}
@@ -50,7 +56,7 @@ class Ledger:
         """Accuracy after each sequence, in the order of training."""
         self.probes: dict[Names, dict[str, float]] = {}
         self._trainer = trainer
-        self._path = path
+        self._path = path if write else None
         if path is None:
             return
         if path.exists():

@@ -10,7 +10,7 @@ import copy
 import math
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ class LoraSettings:
     Attributes:
         activate: ``None`` (from the first token on) or ``"after_image"``.
         head_weight: of the heads' mean loss, beside the loss of the answers.
+        steps: optimizer steps; 0 means ``epochs`` over the examples.
+        batch_size: examples per step, over all devices.
+        gradient_checkpointing: compute activations again in the backward pass: less memory, more time.
     """
 
     rank: int = 16
@@ -47,6 +50,8 @@ class LoraSettings:
     seed: int = 0
     activate: str | None = None
     head_weight: float = 1.0
+    steps: int = 0
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         if self.activate not in (None, AFTER_IMAGE):
@@ -108,17 +113,60 @@ class Encoded:
         return inputs, labels
 
 
+class Prepared:
+    """Examples, encoded once, with the image features that a frozen vision tower gives once and for all.
+
+    Args:
+        model: the base model.
+        processor: its processor.
+        examples: what to learn or to measure on.
+    """
+
+    def __init__(self, model: Any, processor: Any, examples: Sequence[Example]) -> None:
+        self.examples = tuple(examples)
+        self.data = Encoded(processor, examples)
+        possible = RememberedImages.possible(model, self.data.rows)
+        self.images = RememberedImages(model, self.data.rows) if possible else None
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Prepared, Sequence[int]]]) -> Prepared:
+        """The chosen examples of several, one after another; nothing is computed again."""
+        joined = copy.copy(parts[0][0])
+        joined.examples = tuple(part.examples[i] for part, chosen in parts for i in chosen)
+        joined.data = copy.copy(joined.data)
+        joined.data.rows = [part.data.rows[i] for part, chosen in parts for i in chosen]
+        joined.data.prompt_lengths = [part.data.prompt_lengths[i] for part, chosen in parts for i in chosen]
+        images = [(part.images, chosen) for part, chosen in parts if part.images is not None]
+        joined.images = RememberedImages.join(images) if len(images) == len(parts) else None
+        return joined
+
+    def batch(self, chosen: Sequence[int], device: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Inputs and labels of ``Encoded.batch``."""
+        return self.data.batch(chosen, device)
+
+    def seen(self, chosen: Sequence[int]) -> AbstractContextManager[None]:
+        """Within it, a forward pass of the batch ``chosen`` uses the remembered features."""
+        return self.images.of(chosen) if self.images else nullcontext()
+
+
 def train_lora(
     model: Any,
     processor: Any,
-    examples: Sequence[Example],
+    examples: Sequence[Example] | Prepared,
     settings: LoraSettings,
     progress: str = "adapter",
     heads: Sequence[VisionHead] = (),
+    start: Path | None = None,
 ) -> Any:
     """Train an adapter on ``examples``; the base's weights are not changed.
 
+    Under ``accelerate launch`` every process takes its share of each batch and gradients are averaged.
+
     Args:
+        start: directory of a saved adapter to train further, with ``heads`` as they are; by default a fresh one.
         heads: trained in place, with the adapter: their loss on the prompt's hidden states is added to that of the
             answers. A closed-set head starts as the LM head's rows of its answers.
     Returns:
@@ -126,7 +174,8 @@ def train_lora(
     Raises:
         ConfigError: an example that a head cannot answer.
     """
-    from peft import LoraConfig, get_peft_model
+    from accelerate import Accelerator
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     torch.manual_seed(settings.seed)
     config = LoraConfig(
@@ -137,55 +186,73 @@ def train_lora(
         task_type="CAUSAL_LM",
     )
     device = next(model.parameters()).device
-    data = Encoded(processor, examples)
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="bf16" if device.type == "cuda" else "no")
+    data = examples if isinstance(examples, Prepared) else Prepared(model, processor, examples)
     grids = [
         head_training.image_grids(row, model.config) if any(h.features == "image_tokens" for h in heads) else []
-        for row in data.rows
+        for row in data.data.rows
     ]
-    targets = {h: [head_training.target(h, e, g) for e, g in zip(examples, grids, strict=True)] for h in heads}
-    images = RememberedImages(model, data.rows) if RememberedImages.possible(model, data.rows) else None
-    peft_model = get_peft_model(model, config)
+    targets = {h: [head_training.target(h, e, g) for e, g in zip(data.examples, grids, strict=True)] for h in heads}
+    peft_model: Any
+    if start is None:
+        peft_model = get_peft_model(model, config)
+    else:
+        peft_model = PeftModel.from_pretrained(model, start, is_trainable=True)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.activate == AFTER_IMAGE:
         activate_after_image(peft_model)
     parameters = [p for p in peft_model.parameters() if p.requires_grad]
     for head in heads:
         head.to(device).train().requires_grad_(True)
-        head_training.start_from_answers(head, model, processor.tokenizer)
+        if start is None:
+            head_training.start_from_answers(head, model, processor.tokenizer)
         parameters += head.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.01)
-    steps = max(1, math.ceil(settings.epochs * len(data) / settings.batch_size))
+    steps = settings.steps or max(1, math.ceil(settings.epochs * len(data) / settings.batch_size))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=steps + 1)
     rng = random.Random(settings.seed)
     order: list[int] = []
     peft_model.train()
     with head_training.hidden_states(peft_model) as hidden:
-        for _ in tqdm(range(steps), desc=progress, mininterval=5):
+        for _ in tqdm(range(steps), desc=progress, mininterval=5, disable=not accelerator.is_main_process):
             if len(order) < settings.batch_size:
                 order += rng.sample(range(len(data)), len(data))
             chosen, order = order[: settings.batch_size], order[settings.batch_size :]
+            # A batch smaller than the number of processes leaves none without a share.
+            chosen = chosen[accelerator.process_index :: accelerator.num_processes] or chosen[:1]
             inputs, labels = data.batch(chosen, device)
-            with (
-                images.of(chosen) if images else nullcontext(),
-                torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"),
-            ):
+            with data.seen(chosen), accelerator.autocast():
                 logits = peft_model(**inputs, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE
             )
             for head in heads:
-                raw = _raw(head, hidden[0], inputs, data, chosen, model)
+                raw = _raw(head, hidden[0], inputs, data.data, chosen, model)
                 wanted = [targets[head][i] for i in chosen]
                 cells = [grids[i][0] for i in chosen] if head.features == "image_tokens" else []
                 part = head_training.batch_loss(head, raw, wanted, cells)
                 loss = loss + settings.head_weight / len(heads) * part
             optimizer.zero_grad()
-            loss.backward()
+            accelerator.backward(loss)
+            if accelerator.num_processes > 1:
+                _average_gradients(parameters, accelerator)
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             schedule.step()
     for head in heads:
         head.eval().requires_grad_(False)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_disable()
     return peft_model.eval()
+
+
+def _average_gradients(parameters: Sequence[torch.Tensor], accelerator: Any) -> None:
+    """Mean over processes, in one exchange: an adapter is small, and the model itself is not wrapped for it."""
+    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+    mean = accelerator.reduce(torch.cat([g.flatten() for g in gradients]), "mean")
+    for parameter, part in zip(parameters, mean.split([g.numel() for g in gradients]), strict=True):
+        parameter.grad = part.view_as(parameter)
 
 
 def _raw(
@@ -248,7 +315,7 @@ def load_adapter(model: Any, directory: str | Path) -> Any:
 
 @torch.no_grad()
 def head_answers(
-    model: Any, processor: Any, head: VisionHead, examples: Sequence[Example], batch_size: int = 64
+    model: Any, processor: Any, head: VisionHead, examples: Sequence[Example] | Prepared, batch_size: int = 64
 ) -> list[dict[str, Any]]:
     """What serving answers for each example: the head on the hidden states of its prompt.
 
@@ -257,17 +324,18 @@ def head_answers(
         head: on the model's device. A dense head answers for one image per example.
     """
     device = next(model.parameters()).device
-    data = Encoded(processor, examples)
+    data = _prepared(model, processor, examples)
     model.eval()
     answers: list[dict[str, Any]] = []
     with head_training.hidden_states(model) as hidden:
         for start in range(0, len(data), batch_size):
             chosen = range(start, min(start + batch_size, len(data)))
             inputs, _ = data.batch(chosen, device)
-            model(**inputs, use_cache=False)
-            for i, raw in zip(chosen, _raw(head, hidden[0], inputs, data, chosen, model), strict=True):
+            with data.seen(chosen):
+                model(**inputs, use_cache=False)
+            for i, raw in zip(chosen, _raw(head, hidden[0], inputs, data.data, chosen, model), strict=True):
                 dense = head.features == "image_tokens"
-                grid = head_training.image_grids(data.rows[i], model.config)[0] if dense else None
+                grid = head_training.image_grids(data.data.rows[i], model.config)[0] if dense else None
                 answers.append(head.postprocess(raw.float().cpu(), grid))
     return answers
 
@@ -301,19 +369,29 @@ def keep_better_start(
 
 
 @torch.no_grad()
-def exact_match(model: Any, processor: Any, examples: Sequence[Example], batch_size: int = 64) -> list[bool]:
+def exact_match(
+    model: Any, processor: Any, examples: Sequence[Example] | Prepared, batch_size: int = 64
+) -> list[bool]:
     """Whether greedy decoding gives exactly the answer, per example.
 
     Greedy decoding yields the answer if and only if every answer token, the end token included, is the argmax after
     the ones before it, so one forward pass over prompt and answer decides it.
     """
     device = next(model.parameters()).device
-    data = Encoded(processor, examples)
+    data = _prepared(model, processor, examples)
     model.eval()
     hits: list[bool] = []
     for start in range(0, len(data), batch_size):
-        inputs, labels = data.batch(range(start, min(start + batch_size, len(data))), device)
-        guess = model(**inputs, use_cache=False).logits[:, :-1].argmax(-1)
+        chosen = range(start, min(start + batch_size, len(data)))
+        inputs, labels = data.batch(chosen, device)
+        with data.seen(chosen):
+            guess = model(**inputs, use_cache=False).logits[:, :-1].argmax(-1)
         wrong = (labels[:, 1:] != IGNORE) & (guess != labels[:, 1:])
         hits += (~wrong.any(1)).tolist()
     return hits
+
+
+def _prepared(model: Any, processor: Any, examples: Sequence[Example] | Prepared) -> Prepared:
+    if isinstance(examples, Prepared):
+        return examples
+    return Prepared(model.get_base_model() if hasattr(model, "get_base_model") else model, processor, examples)

@@ -1,0 +1,44 @@
+"""``python -m vlora_sgl.generate CONFIG.yaml``: from data sets and small models to the fewest adapters that hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vlora_sgl.errors import ConfigError, MissingDependencyError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, or finish a run that was interrupted. 0: every floor holds on test data; 1: some do not; 2: faults."""
+    parser = argparse.ArgumentParser(prog="python -m vlora_sgl.generate", description=__doc__)
+    parser.add_argument("config", type=Path, help="YAML file (docs/generation.md)")
+    parser.add_argument("--check", action="store_true", help="read and check configuration and data, then stop")
+    args = parser.parse_args(argv)
+    from vlora_sgl.generation.config import read_config
+    from vlora_sgl.generation.run import run
+    from vlora_sgl.generation.sources import load_datasets
+
+    try:
+        config = read_config(args.config)
+        if args.check:
+            load_datasets(config)
+            print(f"{args.config}: {len(config.datasets)} data sets, no faults")
+            return 0
+        report = run(config)
+    except (ConfigError, MissingDependencyError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for row in report["datasets"]:
+        verdict = "holds" if row["accuracy"] >= row["floor"] else "BROKEN"
+        print(
+            f"{row['name']}: {row['adapter']}, {row['accuracy']:.3f} (base {row['base']:.3f}, "
+            f"floor {row['floor']:.3f}: {verdict})"
+        )
+    print(f"{len(report['adapters'])} adapters (bound {report['bound']}): {config.output / 'report.html'}")
+    return 1 if report["floors_broken"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

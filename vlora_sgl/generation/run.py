@@ -1,0 +1,169 @@
+"""One run from configuration to adapters and report: load, pack, measure, write."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from vlora_sgl.generation.config import DataSet, RunConfig
+from vlora_sgl.generation.fusion import (
+    Packing,
+    fuse_by_search,
+    fuse_greedily,
+    packing_bound,
+)
+from vlora_sgl.generation.learner import Learner
+from vlora_sgl.generation.ledger import Ledger, Names
+from vlora_sgl.generation.report import write_report
+from vlora_sgl.generation.sources import load_datasets
+from vlora_sgl.heads.store import load_heads, read_description, save_heads
+
+ADAPTERS = "adapters"
+
+
+def run(config: RunConfig) -> dict[str, Any]:
+    """Make the adapters of a configuration, or finish a run that was interrupted.
+
+    Returns:
+        the report, as written to ``output/report.json`` (docs/generation.md).
+    Raises:
+        ConfigError: any fault of the data, before anything is trained; or an output directory of another run.
+    """
+    started = time.monotonic()
+    datasets = load_datasets(config)
+    learner = Learner(config, datasets)
+    specs = [one.spec for one in datasets]
+    digest = hashlib.sha256("".join([config.digest, *(one.fingerprint for one in datasets)]).encode()).hexdigest()[:16]
+    floors = {spec.name: spec.floor for spec in specs}
+    with learner.process.main_process_first():
+        main = learner.process.is_main_process
+        ledger = Ledger(_Told(learner, floors), floors, config.output / "ledger.jsonl", digest=digest, write=main)
+    repeated = ledger.trainings
+    packing: Packing = []
+    bound, curves = 0, []
+    for group in groups(specs, config.heads):
+        packed = pack(group, ledger, config)
+        packing += packed
+        if config.curve and len(group) > 1:
+            curves.append(_curve(packed, ledger))
+        bound += packing_bound(group, ledger)
+    measured = _measure(packing, specs, learner)
+    report: dict[str, Any] = {
+        "base": config.base,
+        "digest": digest,
+        "device": str(learner.process.device),
+        "order": config.order,
+        "seed": config.seed,
+        "heads": config.heads,
+        "rehearsal": config.rehearsal,
+        "adapters": [{"name": f"adapter-{i}", "datasets": list(s)} for i, s in enumerate(packing, 1)],
+        "bound": bound,
+        "trainings": ledger.trainings,
+        "trainings_resumed": repeated,
+        "steps": [{"datasets": list(s), "accuracy": a, "broken": ledger.broken(s)} for s, a in ledger.steps.items()],
+        "probes": [{"datasets": list(s), "accuracy": a} for s, a in ledger.probes.items()],
+        "curves": curves,
+        "datasets": measured,
+        "floors_broken": sum(row["accuracy"] < row["floor"] for row in measured),
+    }
+    if main:
+        _write_adapters(packing, learner, report, config.output / ADAPTERS)
+        report["seconds"] = round(time.monotonic() - started, 1)
+        write_report(report, config.output)
+    learner.process.wait_for_everyone()
+    return report
+
+
+def pack(names: Sequence[str], ledger: Ledger, config: RunConfig) -> Packing:
+    """Fuse data sets that may share adapters, in the configured order."""
+    if config.order == "search":
+        extra = 2 * len(names) if config.extra is None else config.extra
+        return fuse_by_search(names, ledger, extra, probe=config.probe > 0 and len(names) > 2)
+    if config.order == "random":
+        names = random.Random(config.seed).sample(names, len(names))
+    return fuse_greedily(names, ledger)
+
+
+def groups(specs: Sequence[DataSet], heads: bool) -> list[list[str]]:
+    """Names of the data sets that may share adapters: all, or with heads those of one task type (section 4.2.2)."""
+    found: dict[str, list[str]] = {}
+    for spec in specs:
+        found.setdefault(spec.task if heads else "", []).append(spec.name)
+    return list(found.values())
+
+
+class _Told:
+    """A trainer that says what each step gave."""
+
+    def __init__(self, learner: Learner, floors: dict[str, float]) -> None:
+        self._learner, self._floors = learner, floors
+
+    def fuse(self, sequence: Names) -> dict[str, float]:
+        accuracy = self._learner.fuse(sequence)
+        self._tell(sequence, accuracy, held=all(accuracy[name] >= self._floors[name] for name in sequence))
+        return accuracy
+
+    def probe(self, names: Names) -> dict[str, float]:
+        accuracy = self._learner.probe(names)
+        self._tell(names, accuracy, held=None)
+        return accuracy
+
+    def _tell(self, names: Names, accuracy: dict[str, float], held: bool | None) -> None:
+        if self._learner.process.is_main_process:
+            what = {None: "probed", True: "holds", False: "rolled back"}[held]
+            shown = ", ".join(f"{name} {accuracy[name]:.3f}/{self._floors[name]:.3f}" for name in names)
+            tqdm.write(f"{what}: {' + '.join(names)} (accuracy/floor: {shown})")
+
+
+def _curve(packing: Packing, ledger: Ledger) -> list[str]:
+    """One adapter learns every data set of a packing whatever the floors say: where fusion starts to hurt."""
+    # The fullest adapter first: its states are there already.
+    order = tuple(name for sequence in sorted(packing, key=len, reverse=True) for name in sequence)
+    for end in range(1, len(order) + 1):
+        ledger.fuse(order[:end])
+    return list(order)
+
+
+def _measure(packing: Packing, specs: Sequence[DataSet], learner: Learner) -> list[dict[str, Any]]:
+    """Accuracy of base, adapter and teacher on the test split, which no decision has seen."""
+    home = {name: (i, sequence) for i, sequence in enumerate(packing, 1) for name in sequence}
+    with_adapter: dict[str, float] = {}
+    for sequence in tqdm(packing, desc="test", unit="adapter"):
+        with_adapter |= learner.measure(sequence, "test")
+    return [
+        {
+            "name": spec.name,
+            "task": spec.task,
+            "metric": spec.metric,
+            "floor": spec.floor,
+            "adapter": f"adapter-{home[spec.name][0]}",
+            "base": learner.measure_base(spec.name, "test"),
+            "accuracy": with_adapter[spec.name],
+            "teacher": learner.measure_teacher(spec.name),
+        }
+        for spec in specs
+    ]
+
+
+def _write_adapters(packing: Packing, learner: Learner, report: dict[str, Any], out: Path) -> None:
+    """Directories that the server loads as they are, each with what was measured of it."""
+    shutil.rmtree(out, ignore_errors=True)
+    for entry, sequence in zip(report["adapters"], packing, strict=True):
+        directory = out / entry["name"]
+        shutil.copytree(learner.state(sequence), directory)
+        said = read_description(directory)
+        width = learner.model.get_output_embeddings().weight.shape[1]
+        heads = load_heads(directory, width, description=said).values()
+        measured = {
+            row["name"]: {"metric": row["metric"], "test": row["accuracy"], "floor": row["floor"]}
+            for row in report["datasets"]
+            if row["adapter"] == entry["name"]
+        }
+        save_heads(directory, heads, said.activation, said.prompt, measured)
