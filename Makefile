@@ -2,7 +2,7 @@
 UV := $(shell command -v uv 2>/dev/null || echo $(CURDIR)/.uv/bin/uv)
 PY := .venv/bin/python
 
-.PHONY: help setup demo test lint check clean
+.PHONY: help setup demo generate-demo test lint check clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -19,6 +19,10 @@ setup: .venv/.locked ## set up .venv (reused while uv.lock is unchanged)
 
 demo: setup ## the main job on real images, on this machine
 	$(PY) examples/multi_round_vqa.py
+
+generate-demo: setup ## adapters for seven small real data sets, packed under accuracy floors; runs/demo/report.html
+	$(PY) examples/generate_demo_data.py
+	$(PY) -m vlora_sgl.generate examples/generate-demo.yaml
 
 lint: setup ## ruff and mypy
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

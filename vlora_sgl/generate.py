@@ -16,17 +16,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="YAML file (docs/generation.md)")
     parser.add_argument("--check", action="store_true", help="read and check configuration and data, then stop")
     args = parser.parse_args(argv)
-    from vlora_sgl.generation.config import read_config
     from vlora_sgl.generation.run import run
-    from vlora_sgl.generation.sources import load_datasets
+    from vlora_sgl.generation.sources import load_run
 
     try:
-        config = read_config(args.config)
+        config, datasets = load_run(args.config)
         if args.check:
-            load_datasets(config)
             print(f"{args.config}: {len(config.datasets)} data sets, no faults")
             return 0
-        report = run(config)
+        report = run(config, datasets)
     except (ConfigError, MissingDependencyError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -109,6 +109,18 @@ def read_config(path: str | Path) -> RunConfig:
     Raises:
         ConfigError: every fault of the file, one a line, each as ``file:line: what is wrong``.
     """
+    config, faults = parse_config(path)
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return config
+
+
+def parse_config(path: str | Path) -> tuple[RunConfig, list[str]]:
+    """The configuration as far as it can be read, and its faults; with faults, it is for checking its data only.
+
+    Raises:
+        ConfigError: the file cannot be read at all.
+    """
     path = Path(path)
     try:
         tree = yaml.load(path.read_text(), Loader=_Loader)
@@ -121,10 +133,7 @@ def read_config(path: str | Path) -> RunConfig:
     if not isinstance(tree, _Section):
         raise ConfigError(f"{path}:1: expected a mapping with base, output and datasets")
     reader = _Reader(path)
-    config = reader.run(tree)
-    if reader.faults or config is None:
-        raise ConfigError("\n".join(reader.faults))
-    return config
+    return reader.run(tree), reader.faults
 
 
 class _Section(dict[str, Any]):
@@ -196,7 +205,7 @@ class _Reader:
         if value is not None and value not in known:
             self.fault(section.lines.get(key, section.line), f"{key} must be one of {', '.join(known)}, got {value!r}")
 
-    def run(self, tree: _Section) -> RunConfig | None:
+    def run(self, tree: _Section) -> RunConfig:
         self.known(tree, [f.name for f in dataclasses.fields(RunConfig)], "a run")
         base, output = self.get(tree, "base", str), self.get(tree, "output", str)
         order = self.get(tree, "order", str, "search")
@@ -230,11 +239,9 @@ class _Reader:
             base = str(self.resolve(base))
             if not Path(base).is_dir() and Path(tree["base"]).is_absolute() | tree["base"].startswith("."):
                 self.fault(tree.lines["base"], f"base: no such directory: {base}")
-        if self.faults or lora is None:
-            return None
         return RunConfig(
-            base=base,
-            output=self.resolve(output),
+            base=base or "tiny",
+            output=self.resolve(output or "."),
             datasets=tuple(item for item in datasets if item is not None),
             lora=lora,
             order=order,
@@ -247,7 +254,7 @@ class _Reader:
             seed=seed,
         )
 
-    def lora(self, section: _Section | None) -> LoraSettings | None:
+    def lora(self, section: _Section | None) -> LoraSettings:
         if section is None:
             return LoraSettings()
         fields = {f.name: f for f in dataclasses.fields(LoraSettings) if f.name != "seed"}
@@ -262,10 +269,9 @@ class _Reader:
             values[name] = tuple(value) if name == "targets" and value is not None else value
         if "activate" in values:
             self.one_of(section, "activate", values["activate"], ("after_image",))
-        return None if self.faults else LoraSettings(**values)
+        return LoraSettings() if self.faults else LoraSettings(**values)
 
     def dataset(self, section: _Section, heads: bool | None) -> DataSet | None:
-        where, before = f"{self.path}:{section.line}", len(self.faults)
         self.known(section, [f.name for f in dataclasses.fields(DataSet) if f.name != "where"], "a data set")
         name = self.get(section, "name", str)
         if name is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -298,20 +304,20 @@ class _Reader:
             unlabelled = bool({"folder", "images"} & data.keys())
             if kind.needs and unlabelled:
                 self.fault(section.line, f"{task} on images without rows needs a {kind.needs}")
-        if len(self.faults) > before or data is None:
-            return None
+        if data is None or kind is None or not isinstance(name, str) or (teacher is None and "teacher" in section):
+            return None  # its data cannot be checked either
         return DataSet(
             name=name,
             task=task,
-            floor=floor,
-            metric=metric,
+            floor=floor or 1.0,
+            metric=metric or kind.metrics[0],
             data=data,
             question=question,
             target=target,
             labels=tuple(str(label) for label in labels) if labels is not None else None,
-            split=(numbers[0], numbers[1], numbers[2]),
+            split=(numbers[0], numbers[1], numbers[2]) if len(numbers) == 3 else DataSet.split,
             teacher=teacher,
-            where=where,
+            where=f"{self.path}:{section.line}",
         )
 
     def data(self, section: _Section) -> dict[str, str] | None:
@@ -330,7 +336,7 @@ class _Reader:
             "images": ["images", "test"],
         }[sources[0]]
         self.known(data, allowed, "data")
-        result = {}
+        result, whole = {}, True
         for key in allowed:
             value = self.get(data, key, str, None)
             if value is None:
@@ -339,14 +345,18 @@ class _Reader:
                 result[key] = value
                 continue
             found = self.resolve(value)
-            if not (found.is_file() if key in ("train", "validation", "test") else found.is_dir()):
-                self.fault(data.lines[key], f"{key}: no such {'file' if found.suffix else 'directory'}: {found}")
+            if not (found.is_file() if key in SPLITS else found.is_dir()):
+                self.fault(data.lines[key], f"{key}: no such {'file' if key in SPLITS else 'directory'}: {found}")
+                whole = False
             result[key] = str(found)
+        if not whole:
+            return None
         if "splits" in result:
             found = Path(result["splits"])
             files = {split: found / f"{split}.jsonl" for split in SPLITS}
             if found.is_dir() and not files["train"].is_file():
                 self.fault(data.lines["splits"], f"splits: {found} has no train.jsonl")
+                return None
             return {split: str(path) for split, path in files.items() if path.is_file()}
         return result
 

@@ -22,22 +22,21 @@ from vlora_sgl.generation.fusion import (
 from vlora_sgl.generation.learner import Learner
 from vlora_sgl.generation.ledger import Ledger, Names
 from vlora_sgl.generation.report import write_report
-from vlora_sgl.generation.sources import load_datasets
+from vlora_sgl.generation.sources import LoadedSet
 from vlora_sgl.heads.store import load_heads, read_description, save_heads
 
 ADAPTERS = "adapters"
 
 
-def run(config: RunConfig) -> dict[str, Any]:
-    """Make the adapters of a configuration, or finish a run that was interrupted.
+def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
+    """Make the adapters of a configuration and its data, or finish a run that was interrupted.
 
     Returns:
         the report, as written to ``output/report.json`` (docs/generation.md).
     Raises:
-        ConfigError: any fault of the data, before anything is trained; or an output directory of another run.
+        ConfigError: the output directory is of another run.
     """
     started = time.monotonic()
-    datasets = load_datasets(config)
     learner = Learner(config, datasets)
     specs = [one.spec for one in datasets]
     digest = hashlib.sha256("".join([config.digest, *(one.fingerprint for one in datasets)]).encode()).hexdigest()[:16]

@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from vlora_sgl.errors import ConfigError, MissingDependencyError
-from vlora_sgl.generation.config import DataSet, RunConfig
+from vlora_sgl.generation.config import DataSet, RunConfig, parse_config
 from vlora_sgl.generation.datasets import IMAGE_SUFFIXES, SPLITS, Example, read_image_folder, write_jsonl
 from vlora_sgl.generation.tasks import box_text
 from vlora_sgl.generation.teachers import label_images, load_teacher
@@ -52,28 +52,38 @@ class LoadedSet:
         return state.hexdigest()[:16]
 
 
-def load_datasets(config: RunConfig) -> list[LoadedSet]:
-    """Read, check and where needed label every data set of a run. Nothing is trained before this returns.
+def load_run(path: str | Path) -> tuple[RunConfig, list[LoadedSet]]:
+    """Read a configuration and its data. Nothing is trained before this returns.
 
     Raises:
-        ConfigError: everything that is wrong with any data set, one fault a line, with file and line.
+        ConfigError: everything that is wrong with the file or any data set, one fault a line, with file and line.
     """
-    faults: list[str] = []
+    config, faults = parse_config(path)
+    return config, load_datasets(config, faults)
+
+
+def load_datasets(config: RunConfig, faults: Sequence[str] = ()) -> list[LoadedSet]:
+    """Read, check and where needed label every data set of a run.
+
+    Args:
+        config: the run.
+        faults: what is known to be wrong; then the data are checked, and all is raised.
+    Raises:
+        ConfigError: every fault, one a line.
+    """
+    faults = list(faults)
     loaded: list[LoadedSet] = []
     for spec in config.datasets:
+        before = len(faults)
         rows = _read(spec, config, faults)
-        if rows is None:
-            continue
-        labels = _check(spec, rows, config.heads, faults)
+        labels = _check(spec, rows, config.heads, faults, whole=len(faults) == before)
         loaded.append(LoadedSet(spec, {s: tuple(e for _, e in found) for s, found in rows.items()}, labels))
-    if faults:
-        raise ConfigError("\n".join(faults))
-    # Teachers come last: they may be slow, and a fault elsewhere should not wait for them.
-    loaded = [_taught(one, config) if one.spec.teacher else one for one in loaded]
-    for one in loaded:
-        if one.spec.teacher:
-            rows = {s: [(str(e.images[0]), e) for e in examples] for s, examples in one.splits.items()}
-            _check(replace(one.spec, labels=one.labels), rows, config.heads, faults)
+    if not faults:  # teachers come last: they may be slow, and a fault elsewhere should not wait for them
+        loaded = [_taught(one, config) if one.spec.teacher else one for one in loaded]
+        for one in loaded:
+            if one.spec.teacher:
+                said = {s: [(str(e.images[0]), e) for e in examples] for s, examples in one.splits.items()}
+                _check(replace(one.spec, labels=one.labels), said, config.heads, faults, whole=True)
     if faults:
         raise ConfigError("\n".join(faults))
     return loaded
@@ -96,7 +106,8 @@ def question_of(spec: DataSet, row: Mapping[str, Any]) -> str:
     return spec.kind.prompt(spec.target or "")
 
 
-def _read(spec: DataSet, config: RunConfig, faults: list[str]) -> dict[str, list[Located]] | None:
+def _read(spec: DataSet, config: RunConfig, faults: list[str]) -> dict[str, list[Located]]:
+    """The rows of each split, as far as they can be read."""
     before = len(faults)
     rng = random.Random(f"{config.seed} {spec.name}")
     rows: dict[str, list[Located]] = {}
@@ -125,12 +136,12 @@ def _read(spec: DataSet, config: RunConfig, faults: list[str]) -> dict[str, list
         if "test" in spec.data:
             rows["test"] = _read_rows(spec, Path(spec.data["test"]), faults)
     if len(faults) > before:
-        return None
+        return rows
     _split_off(spec, rows, rng)
     for split in SPLITS:
         if not rows[split]:
             faults.append(f"{spec.where}: {spec.name}: the {split} split is empty")
-    return rows if len(faults) == before else None
+    return rows
 
 
 def _split_off(spec: DataSet, rows: dict[str, list[Located]], rng: random.Random) -> None:
@@ -210,10 +221,14 @@ def _check_images(where: str, images: Iterable[Path], faults: list[str]) -> None
 
 
 def _check(
-    spec: DataSet, rows: Mapping[str, Sequence[Located]], heads: bool, faults: list[str]
+    spec: DataSet, rows: Mapping[str, Sequence[Located]], heads: bool, faults: list[str], whole: bool
 ) -> tuple[str, ...] | None:
-    """Check answers against the closed set of labels, and return that set."""
-    if spec.labels is None and not spec.kind.closed:
+    """Check answers against the closed set of labels, and return that set.
+
+    Args:
+        whole: all rows could be read; if not, only labels that the configuration gives are a set to check against.
+    """
+    if spec.labels is None and not (spec.kind.closed and whole):
         return None
     labels = spec.labels or tuple(sorted({e.answer for _, e in rows["train"] if e.answer}))
     for located in rows.values():
