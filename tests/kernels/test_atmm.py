@@ -135,6 +135,8 @@ def test_torch_path(shape, routing, dtype):
 def test_kernel(shape, routing, plan, split, dtype):
     if not CUDA and (dtype is torch.float16) != (split == 3):
         pytest.skip("each dtype with one split under the interpreter, for time")
+    if not CUDA and (list(SHAPES).index(shape) + list(ROUTINGS).index(routing)) % 2 != (split == 3):
+        pytest.skip("every shape with half of the routings in either dtype, for time")
     run_case(shape, routing, dtype, plan != "grouped", tiles(split, plan))
 
 
@@ -225,13 +227,19 @@ def test_nearest_entry_stands_in_for_a_missing_one(tmp_path):
     assert table.lookup(key(4, op="expand")) == default_tile(unpack(key(4, op="expand")))
 
 
-def test_lookup_costs_the_host_under_five_microseconds():
+def test_both_lookups_of_a_linear_cost_the_host_under_five_microseconds():
     import timeit
 
-    table = TilingTable({})
-    key = tiling.pack("linear", 4608, 3584, 64, 32, 8, dtype=torch.bfloat16)
-    table.lookup(key)
-    assert min(timeit.repeat(lambda: table.lookup(key), number=1000, repeat=5)) / 1000 < 5e-6
+    from vlora_sgl.kernels.atmm import _tiles
+
+    route = make_routing([(np.arange(2, dtype=np.int32), ((0, 1.0),))], 2, [4], [1.0], "cpu")
+    table, b = TilingTable({}), torch.zeros(1, 6, 4)
+
+    def look_up() -> None:
+        _tiles("linear", "expand", b, 8, 1, route, table)
+
+    look_up()
+    assert min(timeit.repeat(look_up, number=200, repeat=20)) / 200 < 5e-6
 
 
 def test_a_broken_table_names_the_file(tmp_path):

@@ -106,3 +106,17 @@ def test_what_it_does_not_serve_is_refused_by_name(backend):
         backend.is_moe_lora = True
     with pytest.raises(ConfigError, match="lm_head"):
         backend.run_lora_a_sgemm(torch.zeros(1, 1), torch.zeros(1, 1, 1))
+
+
+def test_a_refresh_reuses_its_buffers_and_costs_the_host_little():
+    import timeit
+
+    from vlora_sgl.lora.backend import GraphTables
+
+    ranks, scalings = [64] * 8 + [0], [1.0] * 8 + [0.0]
+    tables = GraphTables(32, 9, torch.device("cpu"))
+    runs = [(((slot, 1.0), (0, -1.0)), 4) for slot in range(8)]
+    addresses = {tables.refresh(runs, ranks, scalings).gates.data_ptr() for _ in range(2 * GraphTables.RING)}
+    assert len(addresses) == 1
+    assert {source.data_ptr() for source in tables._ring} == {view.ctypes.data for view in tables._views}
+    assert min(timeit.repeat(lambda: tables.refresh(runs, ranks, scalings), number=20, repeat=10)) / 20 < 500e-6

@@ -55,7 +55,6 @@ def bucket(count: int) -> int:
     return max(count - 1, 0).bit_length()
 
 
-@lru_cache(maxsize=1 << 16)
 def pack(
     op: str, n: int, k: int, rank: int, rows: int, slots: int, *, parts: int = 1, pairs: int = 1, dtype: torch.dtype
 ) -> int:

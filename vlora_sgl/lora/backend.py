@@ -74,9 +74,15 @@ class GraphTables:
         self._views = [source.numpy() for source in self._ring]
         self._copied = [torch.cuda.Event() for _ in self._ring] if on_gpu else []
         self._turn = 0
+        self._routings: dict[int, Routing] = {}
 
     def routing(self, rows: int) -> Routing:
         """The tables as a captured launch of ``rows`` rows sees them."""
+        if rows not in self._routings:
+            self._routings[rows] = self._views_for(rows)
+        return self._routings[rows]
+
+    def _views_for(self, rows: int) -> Routing:
         words, at = self.buffer, self.at
         view = Routing(rows, self.slots, [])
         if rows <= DENSE_MAX_ROWS:

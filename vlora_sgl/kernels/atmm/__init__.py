@@ -7,6 +7,7 @@ together, which saves launches for few rows (decode) and a pass over the output 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -28,17 +29,23 @@ __all__ = [
 ]
 
 
+@lru_cache(maxsize=1 << 16)
+def _keys(first: str, second: str, *shape: int, parts: int, pairs: int, dtype: torch.dtype) -> tuple[int, int]:
+    return (
+        pack(first, *shape, parts=parts, pairs=pairs, dtype=dtype),
+        pack(second, *shape, parts=parts, pairs=pairs, dtype=dtype),
+    )
+
+
 def _tiles(
     first: str, second: str, b: torch.Tensor, k: int, parts: int, routing: Routing, table: TilingTable | None
 ) -> tuple[Tile, Tile]:
+    """The tiles of both launches of a call."""
     found = table or table_for(b.device.index)
     slots, n, r = b.shape
     pairs = 1 if routing.tile_slots is None else routing.tile_slots.shape[1]
-    args = (n, k, r, routing.rows, slots)
-    return (
-        found.lookup(pack(first, *args, parts=parts, pairs=pairs, dtype=b.dtype)),
-        found.lookup(pack(second, *args, parts=parts, pairs=pairs, dtype=b.dtype)),
-    )
+    keys = _keys(first, second, n, k, r, routing.rows, slots, parts=parts, pairs=pairs, dtype=b.dtype)
+    return found.lookup(keys[0]), found.lookup(keys[1])
 
 
 def atmm(
