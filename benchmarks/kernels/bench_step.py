@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.shape7b import make_adapters, make_model, plain_adapter_loading
+from benchmarks.serving.shape7b import build_stock_engine, make_adapters, make_model, plain_adapter_loading
 from benchmarks.summary import RESULTS, package_versions, record
 
 ADAPTERS = 8
@@ -75,14 +75,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     processes.run_scheduler(*args, **kwargs)
 
 
-def run_stock_scheduler(*args: Any, **kwargs: Any) -> None:
-    """The scheduler process of a stock engine."""
-    from vlora_sgl import _sgl
-
-    plain_adapter_loading()
-    _sgl.run_scheduler_process(*args, **kwargs)
-
-
 def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, tiny: bool) -> Any:
     """The engine ``name`` of ``PHASES``."""
     options: dict[str, Any] = {"model_path": str(model), "disable_radix_cache": True, "port": port}
@@ -116,14 +108,8 @@ def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, ti
             run_scheduler_process_func = processes.WithEnvironment(run_scheduler)
 
         return Ours(vlora=VLoraArgs(mode="unmerged"), **options)
-    from vlora_sgl import _sgl
-    from vlora_sgl.defaults import CPU_DEFAULTS
-
-    class Stock(_sgl.Engine):
-        run_scheduler_process_func = staticmethod(run_stock_scheduler)
-
-    stock = {"lora_backend": "torch_native" if tiny else "csgmv"} if rank else {}
-    return Stock(**{"log_level": "error", **(CPU_DEFAULTS if tiny else {}), **stock, **options})
+    stock = {"lora_backend": "csgmv"} if rank and not tiny else {}
+    return build_stock_engine(**stock, **options)
 
 
 def adapters_of(case: str, batch: int) -> list[str | None] | None:
@@ -302,13 +288,7 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
         directory = Path(scratch)
         model = make_model(directory / "model", args.tiny)
         for rank in sorted({rank for phase in phases for rank in phase.values()} - {0}):
-            # One adapter's bytes serve for all: latency does not depend on values.
-            first = make_adapters(directory / f"rank{rank}", model, ["adapter0"], rank)["adapter0"]
-            for i in range(1, ADAPTERS):
-                other = first.parent / f"adapter{i}"
-                other.mkdir()
-                for file in first.iterdir():
-                    os.link(file, other / file.name)
+            make_adapters(directory / f"rank{rank}", model, [f"adapter{i}" for i in range(ADAPTERS)], rank)
         try:
             for phase, engines in enumerate(phases):
                 for name in [name for name in workers if name != "off"]:

@@ -254,7 +254,7 @@ def error_ratio(case: Case, run: Callable[[int], torch.Tensor]) -> float:
     """max |out - float64| over torch's own same-dtype error, on poisoned outputs where the operation writes them."""
     job, offsets = case.job, case.job.projection.offsets
     x, a, b = case.x[0], case.a[0], case.b[0]
-    writes = job.op in ("linear", "grouped_write")
+    writes = job.op in ("linear", "grouped_write", "grouped_shrink")
     start = torch.zeros_like(case.y[0]) if writes else case.y[0].clone()
     if job.op == "linear":
         exact, own = x.double() @ case.w[0].double().T, F.linear(x, case.w[0])

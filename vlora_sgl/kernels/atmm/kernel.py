@@ -256,8 +256,9 @@ def dense_expand_kernel(
         starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
         for i in range(n_active):
             _to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
+        # No gdc_launch_dependents: programs of the next launch that come while some of ours still hold shared memory
+        # would crowd on the multiprocessors that are through, and stay there.
         gdc_wait()
-        gdc_launch_dependents()
     if n_active == 0:
         return
     acc = tl.zeros((BM, BN), tl.float32)
@@ -442,7 +443,6 @@ def grouped_expand_kernel(
     t = tl.program_id(1)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     if t >= tl.load(n_tiles):
         return
     if ACCUMULATE and tl.load(tile_slots + t * PAIRS) == 0:
