@@ -12,7 +12,7 @@ calls. Kernels are compiled beforehand in parallel processes. ``peers.py`` says 
 - ``atmm.worst_vs_best_peer``: the largest ATMM / best peer over all shapes.
 - ``atmm.vs_slora_style`` and so on: geometric means over all shapes that the baseline was timed on.
 - ``atmm.decode32x8.floor_share``: of a layer's four base linears with 8 adapters of rank 64 on 32 rows
-  (``atmm_linear``): bytes that must move, at the read rate of device memory, over the time.
+  (``atmm_linear``): the bytes that must move at the rate of a device copy, over the time.
 - ``atmm.spread_vs_best_peer``: p99 / p50 of latency over the mixed decode shapes of a projection (geometric mean over
   projections), over the least of the peers'.
 """
@@ -34,11 +34,12 @@ from typing import Any
 import torch
 
 from benchmarks.kernels import peers, workloads
+from benchmarks.kernels.bench_switch import copy_bandwidth
 from benchmarks.kernels.workloads import Inputs, Workload, grid
 from benchmarks.summary import RESULTS, git_revision, package_versions, record, running_command
 from vlora_sgl.kernels import tiling
 from vlora_sgl.kernels.atmm import atmm_linear, launch, make_routing
-from vlora_sgl.kernels.tiling_search import MAX_ERROR_RATIO, READ_RATE, measure
+from vlora_sgl.kernels.tiling_search import MAX_ERROR_RATIO, measure
 
 SGLANG = ("csgmv", "triton")
 BASELINES = ("slora_style", "punica_style", "dlora_style")
@@ -141,7 +142,9 @@ def tune(load: Workload, quick: bool) -> tuple[peers.Config, peers.Config]:
     return best("shrink", list(peers.shrink_space(quick))), best("expand", list(peers.expand_space(quick)))
 
 
-def time_load(load: Workload, wanted: Sequence[str], tuned: dict[Any, Any], skip: set[str]) -> dict[str, Any]:
+def time_load(
+    load: Workload, wanted: Sequence[str], tuned: dict[Any, Any], skip: set[str], rate: float
+) -> dict[str, Any]:
     """One row: microseconds (median, p20, p80) of each operator that agrees with float64."""
     inputs = Inputs(load)
     row: dict[str, Any] = {
@@ -152,7 +155,7 @@ def time_load(load: Workload, wanted: Sequence[str], tuned: dict[Any, Any], skip
         "adapters": load.adapters,
         "popularity": load.popularity,
         "ranks": load.ranks,
-        "floor_us": round(inputs.floor_us, 2),
+        "floor_us": round(inputs.touched_bytes / rate * 1e6, 2),
         "us": {},
         "errors": {},
     }
@@ -180,7 +183,7 @@ def time_load(load: Workload, wanted: Sequence[str], tuned: dict[Any, Any], skip
     return row
 
 
-def floor_share(rows: int, adapters: int, rank: int) -> float:
+def floor_share(rows: int, adapters: int, rank: int, rate: float) -> float:
     """Share of the memory floor of a layer's linears with adapters (see the module's docstring)."""
     layers, calls, moved = 3, [], 0.0
     for p in workloads.PROJECTIONS.values():
@@ -196,7 +199,7 @@ def floor_share(rows: int, adapters: int, rank: int) -> float:
         for inputs, routing, weights in calls:
             atmm_linear(inputs.x[i], weights[i], None, inputs.a[i], inputs.b[i], routing, inputs.offsets)
 
-    return moved / READ_RATE * 1e6 / measure(layer, layers, 9)[0]
+    return moved / rate * 1e6 / measure(layer, layers, 9)[0]
 
 
 # Figures and plots
@@ -321,17 +324,22 @@ def main() -> None:
     print("\n".join(failed[:20]), f"compiled after {time.monotonic() - began:.0f} s", flush=True)
     tuned = {key: tune(load, args.quick) for key, load in plan.items()}
     print(f"tuned csgmv on {len(tuned)} shapes after {time.monotonic() - began:.0f} s", flush=True)
+    rate = copy_bandwidth(torch.device("cuda"), 1 << 32)
     rows: list[dict[str, Any]] = []
     skip: set[str] = set()
     for load in loads:
-        rows.append(time_load(load, wanted, tuned, skip))
+        rows.append(time_load(load, wanted, tuned, skip, rate))
         times = ", ".join(f"{name} {us[0]}" for name, us in rows[-1]["us"].items())
         print(f"{load.label}: floor {rows[-1]['floor_us']}, {times}", flush=True)
     figures = figures_of(rows)
-    figures["atmm.decode32x8.floor_share"] = floor_share(32, 8, 64), "ratio", True
+    figures["atmm.decode32x8.floor_share"] = floor_share(32, 8, 64, rate), "ratio", True
     args.output.mkdir(parents=True, exist_ok=True)
     about = {"card": torch.cuda.get_device_name(0), "versions": package_versions(), "revision": git_revision()}
-    about |= {"command": running_command(), "tuned": {" ".join(map(str, k)): v for k, v in tuned.items()}}
+    about |= {
+        "command": running_command(),
+        "copy_bytes_per_s": rate,
+        "tuned": {" ".join(map(str, k)): v for k, v in tuned.items()},
+    }
     about |= {"table1": table1(), "figures": {name: value for name, (value, _, _) in figures.items()}, "rows": rows}
     (args.output / "atmm.json").write_text(json.dumps(about) + "\n")
     plot(rows, args.output)

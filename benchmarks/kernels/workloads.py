@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vlora_sgl.kernels.atmm import Group, atmm_torch, make_routing
-from vlora_sgl.kernels.tiling_search import L2_BYTES, MODELS, READ_RATE, Projection
+from vlora_sgl.kernels.tiling_search import L2_BYTES, MODELS, Projection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROJECTIONS = {p.name: p for p in MODELS["qwen2.5-vl-7b"]}
@@ -103,11 +103,6 @@ class Inputs:
         low = sum(self.ranks[: len(self.lengths)])
         weights = low * (self.parts * self.k + self.n)
         return 2.0 * (self.load.rows * (self.k + 2 * self.n) + weights)
-
-    @property
-    def floor_us(self) -> float:
-        """The least time that moving those bytes takes."""
-        return self.touched_bytes / READ_RATE * 1e6
 
     def exact(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(float64 answer, the same in plain torch matmuls of the dtype) of copy 0 for some rows."""
