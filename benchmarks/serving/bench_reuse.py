@@ -72,18 +72,20 @@ def main() -> None:
                 file.write(json.dumps({"system": args.measure, **row}) + "\n")
         return
     rows: list[dict[str, Any]] = []
+    known: set[str] = set()
     for system in args.systems:
-        rows += rows_of(system, args)
-    for row in rows:
-        print(json.dumps(row))
-        if "figure" in row:
-            record(row["figure"], row["value"], row["unit"], row["higher_is_better"], summary=args.summary)
-    for name, value, unit, higher_is_better in figures(rows):
-        print(f"{name}: {value:.4g} {unit}")
-        record(name, value, unit, higher_is_better, summary=args.summary)
-    if args.rows:
-        args.rows.parent.mkdir(parents=True, exist_ok=True)
-        args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        new = rows_of(system, args)
+        rows += new
+        for row in new:
+            print(json.dumps(row))
+        found = [(r["figure"], r["value"], r["unit"], r["higher_is_better"]) for r in new if "figure" in r]
+        for name, value, unit, higher_is_better in [*found, *(f for f in figures(rows) if f[0] not in known)]:
+            print(f"{name}: {value:.4g} {unit}", flush=True)
+            record(name, value, unit, higher_is_better, summary=args.summary)
+            known.add(name)
+        if args.rows:
+            args.rows.parent.mkdir(parents=True, exist_ok=True)
+            args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if args.plot:
         plot([row for row in rows if row.get("case") in ("shared", "rounds")], args.plot)
 
