@@ -120,3 +120,41 @@ def test_a_refresh_reuses_its_buffers_and_costs_the_host_little():
     assert len(addresses) == 1
     assert {source.data_ptr() for source in tables._ring} == {view.ctypes.data for view in tables._views}
     assert min(timeit.repeat(lambda: tables.refresh(runs, ranks, scalings), number=20, repeat=10)) / 20 < 500e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [24, 80])
+def test_a_replay_follows_refreshed_tables_without_allocating_or_waiting(rows):
+    from vlora_sgl.kernels.atmm import atmm_linear, make_routing
+    from vlora_sgl.lora.backend import GraphTables
+
+    ranks, scalings, offsets = [16, 8, 12, 0], [0.5, 1.0, 2.0, 0.0], (0, 32, 96)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    a, b = torch.randn(4, 32, 64, **options), torch.randn(4, 96, 16, **options)
+    x, w = torch.randn(rows, 64, **options), torch.randn(96, 64, **options)
+    tables = GraphTables(rows, 4, torch.device("cuda"))
+    tables.refresh([((), rows)], ranks, scalings)
+    view = tables.routing(rows)
+    atmm_linear(x, w, None, a, b, view, offsets)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = atmm_linear(x, w, None, a, b, view, offsets)
+    batches = [
+        [(((0, 1.0),), 5), ((), 2), (((1, 1.0), (2, -1.0)), rows - 7)],
+        [(((2, 1.0),), rows)],
+        [((), 3), (((1, 1.0), (0, -1.0)), 1), (((0, 1.0),), rows - 4)],
+    ]
+    for runs in batches * 3:
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            tables.refresh(runs, ranks, scalings)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        graph.replay()
+        groups, _ = groups_of(runs)
+        fresh = make_routing(groups, rows, ranks, scalings, "cuda")
+        assert torch.equal(out, atmm_linear(x, w, None, a, b, fresh, offsets))
