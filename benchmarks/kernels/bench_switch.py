@@ -27,14 +27,16 @@ from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pr
 
 ATTENTION = frozenset({"qkv_proj", "o_proj"})
 DEFAULT = TILES[2]
-CANDIDATES = (
-    MergeTile(rows=64, columns=128, steps=8, warps=4, stages=3),
-    MergeTile(rows=64, columns=128, steps=32, warps=4, stages=2),
-    MergeTile(rows=64, columns=128, steps=1, warps=4, stages=1),
-    MergeTile(rows=64, columns=64, steps=16, warps=4, stages=3),
-    MergeTile(rows=128, columns=64, steps=8, warps=4, stages=2),
-    MergeTile(rows=64, columns=256, steps=8, warps=8, stages=2),
-    MergeTile(rows=128, columns=128, steps=8, warps=8, stages=2),
+CANDIDATES = tuple(
+    MergeTile(rows, columns, steps, 4, stages)
+    for rows, columns, steps, stages in (
+        (64, 128, 8, 2),
+        (64, 128, 8, 4),
+        (64, 128, 4, 3),
+        (64, 128, 16, 3),
+        (64, 128, 32, 3),
+        (64, 64, 16, 4),
+    )
 )
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 

@@ -47,6 +47,8 @@ class FoldTarget:
 
     def __post_init__(self) -> None:
         n, k = self.weight.shape
+        if max(n * k, self.lora_b[0].numel()) >= 2**31:
+            raise ValueError(f"{self.name}: {n} x {k} has too many elements for 32-bit offsets")
         if self.pristine.shape != (n, k) or self.lora_a.shape[2] != k or self.lora_b.shape[1] != n:
             raise ValueError(
                 f"{self.name}: weight {(n, k)} does not go with pristine {tuple(self.pristine.shape)}, "
@@ -84,7 +86,7 @@ class MergeTile:
 
 # By bytes of an element. Exact float32 products are not made by tensor cores; unrolled large ones compile for minutes.
 TILES = {
-    2: MergeTile(rows=64, columns=128, steps=8, warps=4, stages=2),
+    2: MergeTile(rows=64, columns=128, steps=8, warps=4, stages=3),
     4: MergeTile(rows=32, columns=32, steps=8, warps=4, stages=1),
 }
 
@@ -116,23 +118,20 @@ def _merge_kernel(
     w = tl.multiple_of(tl.load(row + 0).to(like.dtype), bytes_align)
     w0 = tl.multiple_of(tl.load(row + 1).to(like.dtype), bytes_align)
     n = tl.load(row + 4).to(tl.int32)
-    k = tl.multiple_of(tl.load(row + 5), ALIGN)
+    k = tl.multiple_of(tl.load(row + 5).to(tl.int32), ALIGN)  # 32-bit offsets spare a third of the registers
 
     tiles_k = (k + BLOCK_K - 1) // BLOCK_K
-    top = ((place // tiles_k) * (BLOCK_N * STEPS)).to(tl.int32)
+    top = (place // tiles_k) * (BLOCK_N * STEPS)
     cols = (place % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K)
     rows = top + tl.arange(0, BLOCK_N)
-    steps = tl.minimum(STEPS, (n - top + BLOCK_N - 1) // BLOCK_N)
     if RESTORE:
-        for _ in tl.range(0, steps, num_stages=1):
-            inside = (rows[:, None] < n) & (cols[None, :] < k)
-            offsets = rows[:, None] * k + cols[None, :]
-            tl.store(w + offsets, tl.load(w0 + offsets, mask=inside, eviction_policy="evict_first"), mask=inside)
-            rows += BLOCK_N
+        inside = (rows[:, None] < n) & (cols[None, :] < k)
+        offsets = rows[:, None] * k + cols[None, :]
+        tl.store(w + offsets, tl.load(w0 + offsets, mask=inside, eviction_policy="evict_first"), mask=inside)
     else:
         a_slot = tl.multiple_of(tl.load(row + 6), ALIGN)
         b_slot = tl.multiple_of(tl.load(row + 7), ALIGN)
-        b_row = tl.multiple_of(tl.load(row + 8), ALIGN)
+        b_row = tl.multiple_of(tl.load(row + 8).to(tl.int32), ALIGN)
         first = tl.load(row + 9) * rank
         a = tl.multiple_of(tl.load(row + 2).to(like.dtype), bytes_align) + slot * a_slot + first * k
         b = tl.multiple_of(tl.load(row + 3).to(like.dtype), bytes_align) + slot * b_slot
@@ -140,7 +139,7 @@ def _merge_kernel(
         r = tl.arange(0, BLOCK_R)
         a_tile = tl.load(a + r[:, None] * k + cols[None, :], mask=(r[:, None] < rank) & (cols[None, :] < k), other=0.0)
         # The compiler turns this loop's loads into asynchronous copies, STAGES deep: W streams while the product runs.
-        for _ in tl.range(0, steps, num_stages=STAGES):
+        for _ in tl.range(0, STEPS, num_stages=STAGES):
             inside = (rows[:, None] < n) & (cols[None, :] < k)
             offsets = rows[:, None] * k + cols[None, :]
             b_tile = tl.load(
@@ -185,7 +184,7 @@ class MergeTable:
         self._rows = [self._row(t) for t in targets]
         self._align = self._common_alignment()
         self._table = torch.tensor(self._rows, dtype=torch.int64, device=self.device)
-        self._tiles: dict[frozenset[str], torch.Tensor] = {}
+        self._tiles: dict[tuple[frozenset[str], int], torch.Tensor] = {}
 
     @staticmethod
     def _row(t: FoldTarget) -> list[int]:
@@ -244,10 +243,11 @@ class MergeTable:
         return [t for t in self.targets if t.group in groups]
 
     def _launch(self, groups: frozenset[str], *, slot: int, rank: int, scaling: float, restore: bool) -> None:
-        tiles = self._tiles_of(groups)
+        tile = self.tile
+        steps = 1 if restore else tile.steps
+        tiles = self._tiles_of(groups, steps)
         if tiles.shape[0] == 0:
             return
-        tile = self.tile
         block_r = min(128 if self.dtype.itemsize == 2 else 32, max(16, triton.next_power_of_2(rank)))
         rank_blocks = triton.cdiv(rank, block_r)
         _merge_kernel[(tiles.shape[0],)](
@@ -266,25 +266,25 @@ class MergeTable:
             BLOCK_K=tile.columns,
             BLOCK_R=block_r,
             RANK_BLOCKS=rank_blocks,
-            STEPS=tile.steps,
+            STEPS=steps,
             STAGES=tile.stages if rank_blocks == 1 else 1,  # several would not fit shared memory
             num_warps=tile.warps,
         )
 
-    def _tiles_of(self, groups: frozenset[str]) -> torch.Tensor:
-        """The ``[programs, 2]`` list of programs for these groups, built at first use (1 MB for a whole 7B model)."""
-        if groups not in self._tiles:
+    def _tiles_of(self, groups: frozenset[str], steps: int) -> torch.Tensor:
+        """The ``[programs, 2]`` list of programs for these groups, built at first use (7 MB for a whole 7B model)."""
+        if (groups, steps) not in self._tiles:
             members = set(map(id, self._members(groups)))
             parts = []
             for index, t in enumerate(self.targets):
                 if id(t) in members:
                     n, k = t.weight.shape
-                    count = triton.cdiv(n, self.tile.rows * self.tile.steps) * triton.cdiv(k, self.tile.columns)
+                    count = triton.cdiv(n, self.tile.rows * steps) * triton.cdiv(k, self.tile.columns)
                     local = torch.arange(count, dtype=torch.int32)
                     parts.append(torch.stack([torch.full_like(local, index), local], dim=1))
             tiles = torch.cat(parts) if parts else torch.empty(0, 2, dtype=torch.int32)
-            self._tiles[groups] = tiles.to(self.device)
-        return self._tiles[groups]
+            self._tiles[groups, steps] = tiles.to(self.device)
+        return self._tiles[groups, steps]
 
 
 def _interpreted() -> bool:
