@@ -82,12 +82,14 @@ def show(served: Served, picture: Photograph, rounds: Sequence[Round]) -> None:
 
 def held_out(adapters: Sequence[str], folder: Path, each: int = 3) -> list[tuple[str, Photograph, Round]]:
     """Test images of the embedded model's adapters, which none of them was trained on, with their answers."""
-    from vlora_sgl.models.tiny.domains import DOMAINS
+    from vlora_sgl.models.tiny.domains import ADAPTERS, DOMAINS
 
     chosen = []
     for name in adapters:
-        rows = [row for row in DOMAINS[name]()[2] if len(row[0]) == 1]
-        for number, (images, question, answer) in enumerate(random.Random(name).sample(rows, min(each, len(rows)))):
+        rows = [row for row in DOMAINS[ADAPTERS[name][0]]()[2] if len(row[0]) == 1]
+        for number, (images, question, answer, *_) in enumerate(
+            random.Random(name).sample(rows, min(each, len(rows)))
+        ):
             path = folder / f"{name}-{number}.png"
             images[0].save(path)
             chosen.append(

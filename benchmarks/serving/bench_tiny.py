@@ -1,7 +1,7 @@
 """Accuracy of the embedded model as served: ``python -m benchmarks.serving.bench_tiny --url URL``.
 
-Asks a running server (started with the embedded model and all its adapters) every test question of every domain,
-base and adapter, and 200 unseen scenes per question type; compares the adapters' answers with transformers + PEFT.
+Asks a running server (started with the embedded model and all its adapters) every test question of every domain, of
+base, adapter and heads, and 200 unseen scenes per question type; compares with transformers + PEFT + head.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import requests
@@ -24,7 +25,9 @@ from tqdm import tqdm
 
 from benchmarks.summary import SUMMARY, record
 from vlora_sgl.generation.datasets import Example, read_jsonl
-from vlora_sgl.generation.trainer import exact_match
+from vlora_sgl.generation.heads import image_grids, target
+from vlora_sgl.generation.trainer import Encoded, exact_match, head_answers, load_adapter
+from vlora_sgl.heads import VisionHead, load_heads
 from vlora_sgl.models import tiny
 from vlora_sgl.models.tiny import domains
 from vlora_sgl.models.tiny import scenes as S
@@ -32,30 +35,40 @@ from vlora_sgl.models.tiny import scenes as S
 FIGURES = ("colour", "shape", "count", "position", "digit")
 
 
-def ask(url: str, images: list[Image.Image], question: str, adapter: str | None) -> str:
-    """One greedy answer through the server's native route."""
+def ask(url: str, images: list[Image.Image], question: str, adapter: str | None, head: str | None = None) -> Any:
+    """One greedy answer through the server's native route: its text, or the answer of a head."""
     encoded = []
     for image in images:
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")
         encoded.append(base64.b64encode(buffer.getvalue()).decode())
     seen = "<|vision_start|><|image_pad|><|vision_end|>" * len(images)
-    body = {
+    body: dict[str, Any] = {
         "text": f"<|im_start|>user\n{seen}{question}<|im_end|>\n<|im_start|>assistant\n",
         "sampling_params": {"temperature": 0, "max_new_tokens": 24},
         "lora_path": adapter,
     }
-    reply = requests.post(f"{url}/generate", json={**body, "image_data": encoded} if encoded else body, timeout=120)
+    if encoded:
+        body["image_data"] = encoded
+    if head is not None:
+        body["sampling_params"]["custom_params"] = {"vlora_head": head}
+    reply = requests.post(f"{url}/generate", json=body, timeout=120)
     reply.raise_for_status()
-    return str(reply.json()["text"])
+    return str(reply.json()["text"]) if head is None else reply.json()["meta_info"]["vlora_head"]
+
+
+def ask_all(
+    url: str, cases: list[tuple[list[Image.Image], str]], adapter: str | None, label: str, head: str | None = None
+) -> list[Any]:
+    """The answers to all (images, question), eight at a time."""
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda c: ask(url, c[0], c[1], adapter, head), cases)
+        return list(tqdm(answers, total=len(cases), desc=label, mininterval=5))
 
 
 def served(url: str, cases: list[tuple[list[Image.Image], str, str]], adapter: str | None, label: str) -> list[bool]:
     """Whether each case (images, question, answer) is answered exactly."""
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(
-            tqdm(pool.map(lambda c: ask(url, c[0], c[1], adapter), cases), total=len(cases), desc=label, mininterval=5)
-        )
+    answers = ask_all(url, [case[:2] for case in cases], adapter, label)
     return [answer == case[2] for answer, case in zip(answers, cases, strict=True)]
 
 
@@ -73,14 +86,39 @@ def scene_cases(per_type: int, seed: int) -> dict[str, list[tuple[list[Image.Ima
     return cases
 
 
-def reference(name: str, examples: list[Example]) -> list[bool]:
-    """The same answers by transformers + PEFT, float32."""
-    from peft import PeftModel
-    from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+class Reference:
+    """An adapter and its heads by transformers + PEFT, float32."""
 
-    processor = AutoProcessor.from_pretrained(tiny.path(), use_fast=False)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny.path(), dtype=torch.float32)
-    return exact_match(PeftModel.from_pretrained(model, tiny.adapters()[name]), processor, examples)
+    def __init__(self, name: str) -> None:
+        from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+        self.processor = AutoProcessor.from_pretrained(tiny.path(), use_fast=False)
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny.path(), dtype=torch.float32)
+        self.config = model.config
+        self.heads = load_heads(tiny.adapters()[name], model.config.text_config.hidden_size)
+        self.model = load_adapter(model, tiny.adapters()[name])
+
+    def right(self, examples: list[Example]) -> list[bool]:
+        """Whether the decoded answer is exact, per example."""
+        return exact_match(self.model, self.processor, examples)
+
+    def answers(self, head: VisionHead, examples: list[Example]) -> list[dict[str, Any]]:
+        """The head's answers."""
+        return head_answers(self.model, self.processor, head, examples)
+
+    def targets(self, head: VisionHead, examples: list[Example]) -> list[Any]:
+        """What the head should answer."""
+        if head.features == "last_token":
+            return [target(head, example) for example in examples]
+        rows = Encoded(self.processor, examples).rows
+        return [target(head, e, image_grids(row, self.config)) for e, row in zip(examples, rows, strict=True)]
+
+
+def said(answer: dict[str, Any]) -> Any:
+    """What of a head's answer must be the same everywhere: label, count, or labels and rounded boxes."""
+    if "boxes" not in answer:
+        return answer.get("label", answer.get("count"))
+    return [(box["label"], *(round(p) for p in box["pixels"])) for box in answer["boxes"]]
 
 
 def main() -> None:
@@ -100,15 +138,28 @@ def main() -> None:
         blind = [([], question, answer) for _, question, answer in cases]
         note(f"tiny.blind.{kind}", float(np.mean(served(args.url, blind, None, f"{kind}, blind"))), "accuracy", False)
     with tempfile.TemporaryDirectory() as folder:
-        domains.prepare(Path(folder), list(tiny.adapters()))
+        domains.prepare(Path(folder))
         for name in tiny.adapters():
-            examples = read_jsonl(Path(folder) / name / "test.jsonl")
+            examples = read_jsonl(Path(folder) / domains.ADAPTERS[name][0] / "test.jsonl")
             cases = [(e.load_images(), e.question, e.answer) for e in examples]
             with_adapter = served(args.url, cases, name, name)
             without = served(args.url, cases, None, f"{name}, base")
-            differing = sum(a != b for a, b in zip(with_adapter, reference(name, examples), strict=True))
+            reference = Reference(name)
+            differing = sum(a != b for a, b in zip(with_adapter, reference.right(examples), strict=True))
             print(f"{name}: {differing} of {len(cases)} served answers differ in correctness from transformers + PEFT")
-            note(f"tiny.adapter.{name}.gain_points", 100 * float(np.mean(with_adapter) - np.mean(without)), "points")
+            decoded = float(np.mean(with_adapter))
+            note(f"tiny.adapter.{name}.accuracy", decoded, "accuracy")
+            note(f"tiny.adapter.{name}.gain_points", 100 * (decoded - float(np.mean(without))), "points")
+            for head in reference.heads.values():
+                label = f"{name}, head {head.name}"
+                answers = ask_all(args.url, [case[:2] for case in cases], name, label, head.name)
+                pairs = zip(answers, reference.answers(head, examples), strict=True)
+                differing = sum(said(a) != said(b) for a, b in pairs)
+                print(f"{label}: {differing} of {len(cases)} served answers differ from transformers + PEFT + head")
+                quality = head.metric(answers, reference.targets(head, examples))
+                note(f"tiny.head.{name}.{head.name}", quality, head.metric_name)
+                if head.features == "last_token":
+                    note(f"heads.accuracy_minus_lm_points.{name}", 100 * (quality - decoded), "points")
     size = sum(f.stat().st_size for f in tiny.path().parent.rglob("*") if f.suffix != ".pyc" and f.is_file())
     note("tiny.package_mb", size / 1e6, "MB", False)
 

@@ -28,6 +28,19 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path):
     assert [line.split(":")[1] for line in str(error.value).splitlines()] == ["1", "2", "3", "4"]
 
 
+def test_boxes_are_fractions_of_the_image(tmp_path):
+    image = Image.new("RGB", (8, 8))
+    write_jsonl(tmp_path / "x.jsonl", [([image], "Where?", "1", [("cat", (0.0, 0.25, 0.5, 1.0))])])
+    assert read_jsonl(tmp_path / "x.jsonl")[0].boxes == (("cat", (0.0, 0.25, 0.5, 1.0)),)
+    row = {"image": "images/x-00000-0.png", "question": "q", "answer": "a"}
+    wrong = [[0, 0, 8, 8], [0.5, 0, 0.5, 1], [0, 0, 1], ["a", 0, 1, 1]]
+    lines = [json.dumps({**row, "boxes": [{"label": "cat", "box": box}]}) for box in wrong]
+    (tmp_path / "y.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ConfigError) as error:
+        read_jsonl(tmp_path / "y.jsonl")
+    assert [line.split(":")[1] for line in str(error.value).splitlines()] == ["1", "2", "3", "4"]
+
+
 @pytest.mark.parametrize("text", ["", "\n\n"])
 def test_an_empty_split_is_a_fault(tmp_path, text):
     (tmp_path / "x.jsonl").write_text(text)

@@ -27,6 +27,7 @@ from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import read_description, save_heads
 
 IGNORE = -100
+_FRESH_HEAD_RATE = 5  # times the adapter's learning rate, for heads that start from random weights
 
 
 @dataclass(frozen=True)
@@ -202,15 +203,18 @@ def train_lora(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.activate == AFTER_IMAGE:
         activate_after_image(peft_model)
-    parameters = [p for p in peft_model.parameters() if p.requires_grad]
+    started = [p for p in peft_model.parameters() if p.requires_grad]
+    fresh: list[torch.nn.Parameter] = []
     for head in heads:
         head.to(device).train().requires_grad_(True)
-        if start is None:
-            head_training.start_from_answers(head, model, processor.tokenizer)
-        parameters += head.parameters()
-    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.01)
+        known = start is not None or head_training.start_from_answers(head, model, processor.tokenizer)
+        (started if known else fresh).extend(head.parameters())
+    parameters = [*started, *fresh]
+    rates = [settings.learning_rate, _FRESH_HEAD_RATE * settings.learning_rate][: 2 if fresh else 1]
+    groups = [{"params": group} for group in (started, fresh) if group]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=0.01)
     steps = settings.steps or max(1, math.ceil(settings.epochs * len(data) / settings.batch_size))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=steps + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1)
     rng = random.Random(settings.seed)
     order: list[int] = []
     peft_model.train()

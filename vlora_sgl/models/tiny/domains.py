@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from vlora_sgl.generation.datasets import SPLITS, write_jsonl
+from vlora_sgl.heads.store import AFTER_IMAGE
 from vlora_sgl.models.tiny.build import IMAGE_SIDE
 
 Boxes = list[tuple[str, tuple[float, float, float, float]]]
@@ -215,6 +216,13 @@ DOMAINS: dict[str, Callable[[], list[list[Row]]]] = {
     "photos": photos,
     "surfaces": surfaces,
 }
+
+ADAPTERS: dict[str, tuple[str, str | None]] = {
+    **{name: (name, None) for name in DOMAINS},
+    "digits-late": ("digits", AFTER_IMAGE),
+    "surfaces-late": ("surfaces", AFTER_IMAGE),
+}
+"""Every adapter's domain, and where it starts."""
 
 
 def prepare(directory: Path, names: Sequence[str] = tuple(DOMAINS)) -> None:

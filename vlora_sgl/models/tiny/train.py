@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import json
 import math
 import multiprocessing
@@ -30,16 +29,17 @@ from vlora_sgl.generation.trainer import (
     exact_match,
     head_accuracy,
     keep_better_start,
+    load_adapter,
     save_adapter,
     train_lora,
 )
-from vlora_sgl.heads.store import AFTER_IMAGE, build_head, save_heads
+from vlora_sgl.heads.store import DESCRIPTION_FILE, build_head, load_heads, save_heads
 from vlora_sgl.models.tiny import batches, build, domains
 from vlora_sgl.models.tiny import scenes as S
 
 TOWER_SHARE, JOINT_SHARE = 0.12, 0.74  # of the steps; the rest is the last stage
 AUXILIARY_WEIGHT = 0.5
-STEPS, ADAPTER_STEPS = 6000, 600
+STEPS, ADAPTER_STEPS = 4750, 450
 PEAK_RATE, WARM_UP_SHARE = 1e-3, 0.04
 
 
@@ -232,40 +232,38 @@ def accuracy(
     return result
 
 
-ADAPTERS: dict[str, tuple[str, str | None]] = {
-    **{name: (name, None) for name in domains.DOMAINS},
-    "digits-late": ("digits", AFTER_IMAGE),
-    "surfaces-late": ("surfaces", AFTER_IMAGE),
-}
-"""Name of every adapter: its domain, and where it starts."""
-
-
 def train_adapter(
-    name: str, model_directory: Path, data: Path, out: Path, device: torch.device, steps: int, seed: int
+    name: str, model_directory: Path, data: Path, out: Path, device: torch.device, steps: int, seed: int, resume: bool
 ) -> dict[str, Any]:
-    """Train one adapter and its heads with the project's trainer, and write it to ``out/name``.
+    """Train one adapter and its heads with the project's trainer, write it to ``out/name``, and measure it.
 
+    Args:
+        steps: of 32 examples.
+        resume: do not train an adapter that is there already.
     Returns:
         accuracy on the test split of the base, of the adapter's decoded answer and of each head; sizes of the splits.
     """
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-    domain, activate = ADAPTERS[name]
+    domain, activate = domains.ADAPTERS[name]
+    prompt = domains.QUESTIONS[domain]
     processor = AutoProcessor.from_pretrained(model_directory)
     model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_directory, dtype=torch.float32)
     model.to(device)
+    width = model.config.text_config.hidden_size
     splits: dict[str, list[Example]] = {s: read_jsonl(data / domain / f"{s}.jsonl") for s in domains.SPLITS}
     before = float(np.mean(exact_match(model, processor, splits["test"])))
-    settings = LoraSettings(activate=activate, seed=seed)
-    settings = dataclasses.replace(settings, epochs=steps * settings.batch_size / len(splits["train"]))
-    heads = [build_head(one, model.config.text_config.hidden_size) for one in domains.HEADS[domain]]
-    adapter = train_lora(model, processor, splits["train"], settings, f"adapter {name}", heads)
-    adapter.peft_config["default"].base_model_name_or_path = "vlora_sgl/models/tiny/model"
-    prompt = domains.QUESTIONS[domain]
-    save_adapter(adapter, out / name, heads, activate, prompt)  # before the evaluation, which may be cut off
+    if not (resume and (out / name / DESCRIPTION_FILE).is_file()):
+        settings = LoraSettings(activate=activate, seed=seed, steps=steps)
+        heads = [build_head(one, width) for one in domains.HEADS[domain]]
+        trained = train_lora(model, processor, splits["train"], settings, f"adapter {name}", heads)
+        trained.peft_config["default"].base_model_name_or_path = "vlora_sgl/models/tiny/model"
+        save_adapter(trained, out / name, heads, activate, prompt)
+        model = trained.unload()
+    adapter = load_adapter(model, out / name)
+    heads = list(load_heads(out / name, width, device).values())
     for head in heads:
-        if head.features == "last_token":
-            keep_better_start(head, adapter, processor, splits["validation"])
+        keep_better_start(head, adapter, processor, splits["validation"])
     report: dict[str, Any] = {
         "domain": domain,
         "activation": activate,
@@ -296,16 +294,16 @@ def train_adapters(
     device: torch.device,
     steps: int,
     seed: int,
+    resume: bool,
     processes: int,
 ) -> dict[str, Any]:
     """``train_adapter`` for every name, several at a time; the result does not depend on how many."""
+    settings = (model_directory, data, out, device, steps, seed, resume)
     if processes < 2:
-        return {name: train_adapter(name, model_directory, data, out, device, steps, seed) for name in names}
+        return {name: train_adapter(name, *settings) for name in names}
     context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
     with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
-        jobs = {
-            name: pool.submit(train_adapter, name, model_directory, data, out, device, steps, seed) for name in names
-        }
+        jobs = {name: pool.submit(train_adapter, name, *settings) for name in names}
         return {name: job.result() for name, job in jobs.items()}
 
 
@@ -326,7 +324,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a model of a third of the size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, default=Path("tiny-domains"), help="where the real domains are written")
-    parser.add_argument("--adapters", nargs="*", choices=tuple(ADAPTERS), default=list(ADAPTERS))
+    parser.add_argument("--adapters", nargs="*", choices=tuple(domains.ADAPTERS), default=list(domains.ADAPTERS))
+    parser.add_argument("--resume", action="store_true", help="measure adapters that are there, train the others")
     parser.add_argument("--stage", choices=("all", "pretrain", "adapters"), default="all")
     args = parser.parse_args()
     from transformers import Qwen2_5_VLForConditionalGeneration
@@ -354,11 +353,11 @@ def main() -> None:
         log_file.write_text(json.dumps(log, indent=1))
     if args.stage != "pretrain":
         started = time.monotonic()
-        wanted = sorted({ADAPTERS[name][0] for name in args.adapters})
+        wanted = sorted({domains.ADAPTERS[name][0] for name in args.adapters})
         domains.prepare(args.data, [name for name in wanted if not (args.data / name / "test.jsonl").is_file()])
         report = train_adapters(
             args.adapters, args.out / "model", args.data, args.out / "adapters", device, args.adapter_steps,
-            args.seed, args.processes,
+            args.seed, args.resume, args.processes,
         )  # fmt: skip
         log = json.loads(log_file.read_text()) if log_file.exists() else {}  # the stage before may have added to it
         log["adapters"] = {**log.get("adapters", {}), **report}
