@@ -15,7 +15,7 @@ from vlora_sgl.managers.cost_table import CostTable, Groups, PhaseCosts, lora_wo
 COLUMNS = ("fixed", "per_token", "per_context", "lora_fixed", "lora_per_slot", "lora_per_pair", "lora_per_undo")
 SWITCHES = ("merge", "unmerge")
 OUTLIER = 0.35
-"""Iterations further than this from the fit, relatively, are left out of the second fit: compilation, stalls."""
+"""Iterations further than this from the fit, relatively, are not counted in its error: compilation, stalls."""
 
 FEWEST = 20
 """Fewest iterations of a phase that a fit is made from."""
@@ -58,7 +58,7 @@ def features(row: Mapping[str, Any]) -> list[float]:
 
 
 def fit(rows: Sequence[Mapping[str, Any]], like: CostTable, provenance: str) -> Fit:
-    """Least squares on relative errors with coefficients >= 0, twice: the second time without the outliers.
+    """The coefficients >= 0 of the least absolute relative errors.
 
     Args:
         rows: an iteration log.
@@ -77,14 +77,10 @@ def fit(rows: Sequence[Mapping[str, Any]], like: CostTable, provenance: str) -> 
             raise ConfigError(f"the log holds {len(mine)} {phase} iterations; a fit needs {FEWEST}")
         matrix = np.array([features(row) for row in mine])
         seconds = np.array([row["seconds"] for row in mine])
-        good = np.ones(len(mine), dtype=bool)
-        for _ in range(3):
-            found = nonnegative(matrix[good] / seconds[good, None], np.ones(good.sum()))
-            good = abs(matrix @ found / seconds - 1) < OUTLIER
-            if good.sum() < FEWEST:
-                raise ConfigError(f"only {good.sum()} of {len(mine)} {phase} iterations agree with one cost model")
+        found = least_absolute(matrix / seconds[:, None], np.ones(len(mine)))
+        good = abs(matrix @ found / seconds - 1) < OUTLIER
         fitted = matrix @ found
-        error[phase] = float(abs(fitted - seconds)[good].sum() / seconds[good].sum())
+        error[phase] = float(abs(fitted - seconds)[good].sum() / max(seconds[good].sum(), 1e-9))
         total[phase] = float(fitted.sum() / seconds.sum())
         kept[phase] = (int(good.sum()), len(mine))
         phases[phase] = PhaseCosts(**dict(zip(COLUMNS, map(float, found), strict=False)))
@@ -100,6 +96,15 @@ def fit(rows: Sequence[Mapping[str, Any]], like: CostTable, provenance: str) -> 
         provenance=provenance,
     )
     return Fit(table, error, total, kept)
+
+
+def least_absolute(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Coefficients >= 0 of the least sum of absolute errors, by reweighted least squares: stalls hardly move it."""
+    weight = np.ones(len(target))
+    for _ in range(30):
+        found = nonnegative(matrix * weight[:, None], target * weight)
+        weight = 1 / np.sqrt(np.maximum(abs(matrix @ found - target), 1e-4))
+    return found
 
 
 def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
