@@ -56,6 +56,13 @@ class VLoraArgs:
         "write what each iteration ran and how long it took to this file, one JSON object a line",
         metavar="FILE",
     )
+    max_mixes: int = _flag(
+        4,
+        "mixes (adapters chosen token by token) that can be loaded at once; 0 leaves their kernel out of the graphs",
+        type=int,
+        metavar="N",
+        flag="--max-mixes",
+    )
     merge_copy: str = _flag(
         "device",
         "where the pristine copy of the foldable weights lives: 'device' (exact switch in milliseconds, costs their "

@@ -269,17 +269,18 @@ class VLoraManager(_sgl.LoRAManager):
         for slot in {slot for pairs, _ in runs for slot, _ in pairs}:
             lora = self.loras[self.memory_pool.buffer_id_to_uid[slot]]
             ranks[slot], scalings[slot] = lora.config.r, float(lora.scaling)
-        in_graph = (
-            forward_batch.batch_size <= getattr(self, "max_bs_in_cuda_graph", 0)
-            and forward_batch.forward_mode.is_cuda_graph()
-        )
         self.lora_backend.prepare_lora_batch(
             forward_batch=forward_batch,
             runs=runs,
             lora_ranks=ranks,
             scalings=scalings,
-            use_cuda_graph=in_graph,
+            use_cuda_graph=self._in_graph(forward_batch),
         )
+
+    def _in_graph(self, forward_batch: Any) -> bool:
+        """Whether a captured graph will run this batch."""
+        fits = forward_batch.batch_size <= getattr(self, "max_bs_in_cuda_graph", 0)
+        return bool(fits and forward_batch.forward_mode.is_cuda_graph())
 
     # Between batches
 

@@ -13,6 +13,7 @@ from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests
 from vlora_sgl.managers.planner import latency_constraint
 from vlora_sgl.managers.request_states import RequestStates
+from vlora_sgl.mixes.spec import is_mix, member_names
 
 OUR_META_INFO = frozenset({"vlora_reuse", HEAD_KEY})
 """Keys of ``meta_info`` that the scheduler fills: what a request reused, and what its head said."""
@@ -44,19 +45,30 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rid_to_state = RequestStates()
+        self.mix_members: dict[str, tuple[str, ...]] = {}
 
     async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
         """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.report``)."""
         result = await super().load_lora_adapter(obj, _)
         if not result.success:
             return result
+        if is_mix(obj.lora_path):
+            self.mix_members[obj.lora_name] = member_names(obj.lora_path, obj.lora_name)
         return LoadReply(success=True, loaded_adapters=result.loaded_adapters, report=result.error_message or "")
 
     async def unload_lora_adapter(self, obj: Any, _: Any = None) -> Any:
-        """Unload an adapter for good: SGLang would load it again at the next request that names it."""
+        """Unload an adapter for good: SGLang would load it again at the next request that names it.
+
+        A member of a mix that is loaded stays, and the reply says so.
+        """
+        users = sorted(mix for mix, members in self.mix_members.items() if obj.lora_name in members)
+        if users:
+            message = f"adapter {obj.lora_name!r} is a member of {', '.join(users)}; unload that first"
+            return _sgl.LoadLoRAAdapterReqOutput(success=False, error_message=message)
         result = await super().unload_lora_adapter(obj, _)
         if result.success:
             self.lora_ref_cache.pop(obj.lora_name, None)
+            self.mix_members.pop(obj.lora_name, None)
         return result
 
     async def load_lora_adapter_from_tensors(self, obj: Any, _: Any = None) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlora_sgl import _sgl
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 
 
 class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
@@ -23,3 +24,10 @@ class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
         # The manager prepared this very batch on this thread just before; asking its result keeps the two agreed.
         pure = self.model_runner.lora_manager.lora_backend.batch_info is None
         return "nolora" if pure else "lora"
+
+    def can_run_graph(self, forward_batch: Any) -> Any:
+        """SGLang's verdict; a batch too large for the routing kernel of mixes runs eagerly if it has any."""
+        manager = self.model_runner.lora_manager
+        if forward_batch.batch_size > DENSE_MAX_ROWS and manager.has_mix(forward_batch.lora_ids):
+            return False
+        return super().can_run_graph(forward_batch)

@@ -41,6 +41,14 @@ class VLoraModelRunner(_sgl.ModelRunner):
         super().init_weight_exporter()
         self.weight_exporter = _Guard(self.weight_exporter, self)
 
+    def init_cuda_graphs(self, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's, once the manager knows the KV cache that its routers' votes lie beside."""
+        manager = getattr(self, "lora_manager", None)
+        if manager is not None:
+            slots = self.max_total_num_tokens + self.page_size  # SGLang pads its KV cache by a page
+            manager.bind_pools(self.req_to_token_pool.req_to_token, slots)
+        return super().init_cuda_graphs(*args, **kwargs)
+
     def check_weights(self, action: str, allow_quant_error: bool = False) -> Any:
         """SGLang's check (checksum, snapshot, comparison), of the base model's weights."""
         self.unmerge()

@@ -1,0 +1,155 @@
+"""Trains the router of a mix over adapters that exist; base and adapters stay as they are (MoLoRA, section 4.3).
+
+The data carry no domain labels: the loss is that of the answers, with all members weighed softly, plus the load
+balancing loss of Switch Transformer (Fedus et al., 2022, equation 4), which keeps every member in use.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from vlora_sgl.generation.datasets import Example
+from vlora_sgl.generation.trainer import IGNORE, Encoded, exact_match
+from vlora_sgl.mixes.peft import TokenMix
+from vlora_sgl.mixes.router import Router
+from vlora_sgl.mixes.spec import MixSpec
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """How a router is trained."""
+
+    steps: int = 300
+    batch_size: int = 24
+    learning_rate: float = 3e-3
+    balance: float = 0.01
+    top_k: int = 1
+    context: str = "prefix"
+    seed: int = 0
+
+
+def load_members(model: Any, adapters: Mapping[str, Path]) -> Any:
+    """The base model with every adapter loaded under its name, all frozen."""
+    from peft import PeftModel
+
+    (first, path), *others = adapters.items()
+    peft_model = PeftModel.from_pretrained(model, path, adapter_name=first)
+    for name, path in others:
+        peft_model.load_adapter(path, adapter_name=name)
+    return peft_model.requires_grad_(False).eval()
+
+
+def train_router(
+    peft_model: Any, processor: Any, members: Sequence[str], examples: Sequence[Example], settings: RouterSettings
+) -> MixSpec:
+    """Train a router over ``members``, adapters loaded in ``peft_model``, on ``examples`` of any mixture of domains.
+
+    Returns:
+        The mix, as it is to be served.
+
+    Raises:
+        FloatingPointError: the loss became infinite or NaN.
+    """
+    torch.manual_seed(settings.seed)
+    device = next(peft_model.parameters()).device
+    hidden = peft_model.get_base_model().config.get_text_config().hidden_size
+    router = Router(hidden, len(members), settings.context).to(device)
+    mix = TokenMix(peft_model, MixSpec(tuple(members), router=router, top_k=settings.top_k), soft=True)
+    data = Encoded(processor, examples)
+    optimizer = torch.optim.AdamW(router.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps + 1)
+    rng = random.Random(settings.seed)
+    order: list[int] = []
+    bar = tqdm(range(settings.steps), desc="router", mininterval=5)
+    with mix.applied():
+        for _ in bar:
+            if len(order) < settings.batch_size:
+                order += rng.sample(range(len(data)), len(data))
+            chosen, order = order[: settings.batch_size], order[settings.batch_size :]
+            inputs, labels = data.batch(chosen, device)
+            logits = peft_model(**inputs, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE
+            )
+            balance = balance_loss(mix.weights[inputs["attention_mask"].bool()])
+            optimizer.zero_grad()
+            (loss + settings.balance * balance).backward()
+            torch.nn.utils.clip_grad_norm_(router.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            bar.set_postfix(loss=f"{loss.item():.3f}", balance=f"{balance.item():.2f}", refresh=False)
+    if not torch.isfinite(loss):
+        raise FloatingPointError("the training loss is not finite")
+    return MixSpec(tuple(members), router=router.requires_grad_(False).eval(), top_k=settings.top_k)
+
+
+def balance_loss(weights: torch.Tensor) -> torch.Tensor:
+    """``K sum_j f_j P_j``: f the share of tokens that j is best for, P its mean weight; 1 where all are used alike.
+
+    Args:
+        weights: [n, K].
+    """
+    members = weights.shape[1]
+    best = torch.nn.functional.one_hot(weights.argmax(-1), members).float().mean(0)
+    return members * (best * weights.mean(0)).sum()
+
+
+@dataclass(frozen=True)
+class MixReport:
+    """How a mix does on held-out examples of known domains.
+
+    Attributes:
+        accuracy: exact match by domain.
+        usage: share of all tokens that each member gets, by weight.
+        entropy: of the usage, in nats; ``log(members)`` where all are used alike.
+        adjusted_rand, mutual_information: of the member chosen where the answer starts, against the domain.
+    """
+
+    accuracy: dict[str, float]
+    usage: dict[str, float]
+    entropy: float
+    adjusted_rand: float
+    mutual_information: float
+
+
+@torch.no_grad()
+def evaluate_mix(
+    peft_model: Any, processor: Any, spec: MixSpec, examples: Mapping[str, Sequence[Example]], batch_size: int = 64
+) -> MixReport:
+    """Exact match per domain, and which members the mix uses. The mix is never shown the domains."""
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
+    mix = TokenMix(peft_model, spec)
+    device = next(peft_model.parameters()).device
+    accuracy: dict[str, float] = {}
+    used = torch.zeros(len(spec.members), dtype=torch.float64)
+    domains: list[str] = []
+    chosen: list[int] = []
+    with mix.applied():
+        for domain, rows in examples.items():
+            hits = exact_match(peft_model, processor, rows, batch_size)
+            accuracy[domain] = sum(hits) / len(hits)
+            data = Encoded(processor, rows)
+            for start in range(0, len(data), batch_size):
+                indices = range(start, min(start + batch_size, len(data)))
+                inputs, _ = data.batch(indices, device)
+                peft_model(**inputs, use_cache=False)
+                used += mix.weights[inputs["attention_mask"].bool()].double().sum(0).cpu()
+                last = torch.tensor([data.prompt_lengths[i] - 1 for i in indices], device=device)
+                chosen += mix.weights[torch.arange(len(indices), device=device), last].argmax(-1).tolist()
+                domains += [domain] * len(indices)
+    share = used / used.sum()
+    return MixReport(
+        accuracy=accuracy,
+        usage={name: round(float(s), 4) for name, s in zip(spec.members, share, strict=True)},
+        entropy=float(-(share * share.clamp(min=1e-12).log()).sum()),
+        adjusted_rand=float(adjusted_rand_score(domains, chosen)),
+        mutual_information=float(normalized_mutual_info_score(domains, chosen)),
+    )
