@@ -222,8 +222,10 @@ def test_routed_rows_join_the_others(rows: int, top_k: int) -> None:
             if row < 0:
                 continue
             seen[row] += 1
-            for p, slot in enumerate(tiles.tile_slots[t].tolist()):
-                if slot >= 0:
+            for p, word in enumerate(tiles.tile_slots[t].tolist()):
+                if word:
+                    slot, rank = word & 0xFFFF, word >> 16
+                    assert rank == ranks[slot]
                     delta = b[slot].double() @ (a[slot].double() @ x[row].double())
                     found[row] += float(tiles.tile_gates[t, p, lane]) * delta
     assert (seen == 1).all()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from vlora_sgl.kernels.atmm import Group, Pairs, Routing
-from vlora_sgl.kernels.atmm.routing import grouped_tables
+from vlora_sgl.kernels.atmm.routing import grouped_tables, slot_word
 
 BLOCK = 64  # rows per tile
 
@@ -80,15 +80,15 @@ def device_tiles(routing: Routing, parts: Sequence[Routed], others: Sequence[Gro
     gates: list[torch.Tensor] = []
     tuples: list[tuple[int, ...]] = []
     for part in parts:
-        key, gate, named = _tuples_of(part, routing.scalings)
+        key, gate, named = _tuples_of(part, routing.ranks, routing.scalings)
         keys.append(key + len(tuples))
         gates.append(gate)
         tuples += named
-    host_rows, host_slots, host_gates = grouped_tables(others, routing.scalings, BLOCK)
+    host_rows, host_slots, host_gates = grouped_tables(others, routing.ranks, routing.scalings, BLOCK)
     width = max(host_slots.shape[1], *(len(named) for named in tuples))
-    slots = np.full((len(tuples), width), -1, dtype=np.int32)
+    words = np.zeros((len(tuples), width), dtype=np.int32)
     for u, one in enumerate(tuples):
-        slots[u, : len(one)] = one
+        words[u, : len(one)] = one
     wide = [torch.nn.functional.pad(gate, (0, width - gate.shape[1])) for gate in gates]
     rows, key = torch.cat([part.rows for part in parts]), torch.cat(keys)
     tile_rows, tile_tuple, tile_gates, used = _tiles(rows, key, torch.cat(wide), len(tuples))
@@ -97,14 +97,16 @@ def device_tiles(routing: Routing, parts: Sequence[Routed], others: Sequence[Gro
     return replace(
         routing,
         tile_rows=torch.cat([to(host_rows), tile_rows]),
-        tile_slots=torch.cat([to(np.pad(host_slots, ((0, 0), (0, pad)), constant_values=-1)), to(slots)[tile_tuple]]),
+        tile_slots=torch.cat([to(np.pad(host_slots, ((0, 0), (0, pad)))), to(words)[tile_tuple]]),
         tile_gates=torch.cat([to(np.pad(host_gates, ((0, 0), (0, pad), (0, 0)))), tile_gates]),
         n_tiles=(used + len(host_rows)).to(torch.int32).reshape(1),
     )
 
 
-def _tuples_of(part: Routed, scalings: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, ...]]]:
-    """(tuple of every row [n], gate of every slot of its tuple [n, P], the slots of each tuple)."""
+def _tuples_of(
+    part: Routed, ranks: Sequence[int], scalings: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, ...]]]:
+    """(tuple of every row [n], gate of every slot of its tuple [n, P], the slot words of each tuple)."""
     members, device = len(part.slots), part.weights.device
     chosen: list[tuple[int, ...]] = [(), *((k,) for k in range(members))]
     if part.top_k > 1:
@@ -125,11 +127,13 @@ def _tuples_of(part: Routed, scalings: Sequence[float]) -> tuple[torch.Tensor, t
     columns = [first] if part.top_k == 1 else [first, highest]
     gate = scaled.gather(1, torch.stack(columns, 1))
     extra = [torch.full((len(key), 1), weight * scalings[slot], device=device) for slot, weight in part.always]
-    # A tuple is always as wide as its mix's widest, so that the gates' columns mean the same in each.
-    blank = (-1,) * part.top_k
-    always = tuple(slot for slot, _ in part.always)
-    slots = [(tuple(part.slots[k] for k in named) if named else blank) + always for named in chosen]
-    return key, torch.cat([gate, *extra], 1), slots
+
+    def words(slots: Sequence[int]) -> tuple[int, ...]:
+        return tuple(slot_word(slot, ranks[slot]) for slot in slots)
+
+    always = words([slot for slot, _ in part.always])
+    tuples = [always + words([part.slots[k] for k in named]) for named in chosen]
+    return key, torch.cat([*extra, gate], 1), tuples
 
 
 def _tiles(
