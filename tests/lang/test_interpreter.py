@@ -498,3 +498,52 @@ def test_parameter_that_would_hide_an_option_is_refused() -> None:
 
         @vlora.function
         def program(s: vlora.ProgramState, adapter: str) -> None: ...
+
+
+def test_branches_compute_their_common_prefix_once_and_only_for_the_adapter_that_can_use_it() -> None:
+    """Four branches of the adapter in force compute it once between them; another adapter's branch does not."""
+
+    @vlora.function
+    def program(s: vlora.ProgramState) -> None:
+        s += vlora.adapter("A")
+        s += "prefix "
+        branches = s.fork(5)
+        for i, branch in enumerate(branches):
+            with vlora.adapter("B" if i == 4 else "A"):
+                branch += f"{i}" + vlora.gen("x") + vlora.gen("y")
+        branches.join()
+
+    def rule(request: dict[str, Any]) -> str:
+        time.sleep(0 if request["sampling_params"]["max_new_tokens"] else 0.05)
+        return "yes"
+
+    recorder = Recorder(rule)
+    assert program.run(backend=recorder)["x"] == ["yes"] * 5
+    of_a = [request for request in recorder.requests if request["lora_path"] == "A"]
+    fills = [request["text"] for request in recorder.requests if not request["sampling_params"]["max_new_tokens"]]
+    assert fills == ["prefix "] and of_a[0]["text"] == "prefix ", "once, and before any of its branches"
+    assert len(recorder.asked()) == 10
+
+
+def test_a_branch_whose_prefix_fails_tells_its_line_and_the_others_try_again() -> None:
+    failures = iter([RequestError("unlucky")])
+
+    def rule(request: dict[str, Any]) -> str:
+        if not request["sampling_params"]["max_new_tokens"]:
+            for failure in failures:
+                raise failure
+        return "yes"
+
+    @vlora.function
+    def program(s: vlora.ProgramState) -> list[vlora.ProgramState]:
+        s += "prefix "
+        branches = list(s.fork(3))
+        for branch in branches:
+            branch += vlora.gen("x")
+        for branch in branches:
+            branch.sync()
+        return branches
+
+    errors = [branch.error() for branch in program.run(backend=Recorder(rule)).ret_value]
+    assert sum(error is not None for error in errors) == 1
+    assert str(next(filter(None, errors))).startswith(f"{__file__}:{line_of(program, 'gen(')} (in program): unlucky")

@@ -67,7 +67,6 @@ from sglang.lang.choices import (  # noqa: E402
 from sglang.lang.interpreter import ProgramState, ProgramStateGroup, StreamExecutor  # noqa: E402
 from sglang.lang.ir import (  # noqa: E402
     SglArgument,
-    SglCommitLazy,
     SglConstantText,
     SglExpr,
     SglExprList,
@@ -94,7 +93,6 @@ __all__ = [
     "ProgramStateGroup",
     "RuntimeEndpoint",
     "SglArgument",
-    "SglCommitLazy",
     "SglConstantText",
     "SglExpr",
     "SglExprList",

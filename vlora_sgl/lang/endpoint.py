@@ -126,12 +126,19 @@ class Endpoint(up.RuntimeEndpoint):
         counters = {"cached_tokens": fill["meta_info"]["cached_tokens"], "prompt_tokens": last + 1}
         return up.ChoicesDecision(decision.decision, {**(decision.meta_info or {}), **counters})
 
+    def prefill(self, s: Executor, text: str, images: Sequence[tuple[Any, str]]) -> None:
+        """Compute a text with its images now, for the state's adapter, so that what follows finds it cached."""
+        data: Request = {"text": text, "sampling_params": {"max_new_tokens": 0}}
+        if images:
+            data["image_data"] = [url for _, url in images]
+        self._request(s, data)
+
     def commit_lazy_operations(self, s: Executor) -> None:
-        """Compute the state's text now, so that what follows finds it in the prefix cache."""
-        self._request(s, {"text": s.text_, "sampling_params": {"max_new_tokens": 0}})
+        """The same for the state's own text."""
+        self.prefill(s, s.text_, s.images_)
 
     def fill_image(self, s: Executor) -> None:
-        """The same, after an image."""
+        """The same; SGLang's executor asks for it after an image."""
         self.commit_lazy_operations(s)
 
     def head(self, s: Executor, head: str, task: Task) -> tuple[Label | Count | Boxes, Response]:
@@ -171,7 +178,7 @@ class Endpoint(up.RuntimeEndpoint):
     def _complete(s: Executor, data: Request) -> Request:
         """Add the state's images (only where the text that refers to them goes along) and its adapter."""
         urls = [url for _, url in s.images_]
-        if urls and "text" in data:
+        if urls and "text" in data and "image_data" not in data:
             data["image_data"] = [urls] * len(data["text"]) if isinstance(data["text"], list) else urls
         if s.adapter is not None:
             data["lora_path"] = s.adapter

@@ -43,6 +43,29 @@ _MACHINERY = (str(Path(__file__).parent), str(Path(up.tracer.__file__).parent), 
 """Files whose frames are never the program's own."""
 
 
+class ForkPrefix:
+    """What the branches of a fork have in common, computed at most once for the adapter in force at the fork.
+
+    A branch of that adapter computes it before its first request, and its sisters wait for that. Branches of other
+    adapters do not use it: they would have to compute it anew, or (adapters that activate after the image) share it
+    through the server, which holds back all but one of the requests that need it.
+    """
+
+    def __init__(self, parent: Executor, adapter: AdapterId) -> None:
+        self.adapter = adapter
+        self.text = parent.text_
+        self.images = list(parent.images_)
+        self._lock = threading.Lock()
+        self._computed = False
+
+    def compute(self, branch: Executor) -> None:
+        """Compute it, as a request of ``branch``, unless it is there."""
+        with self._lock:
+            if not self._computed:
+                branch.backend.prefill(branch, self.text, self.images)
+                self._computed = True
+
+
 class Executor(up.StreamExecutor):
     """Executes one state's statements, in order, on a thread of its own.
 
@@ -74,6 +97,7 @@ class Executor(up.StreamExecutor):
         self._cancelled = threading.Event()
         self._converters: dict[str, tuple[Callable[[str], Any], Location | None]] = {}
         self._children: weakref.WeakSet[Executor] = weakref.WeakSet()
+        self._shared_prefix: ForkPrefix | None = None
         super().__init__(backend, arguments, default_sampling_para, chat_template, stream, use_thread=use_thread)
 
     # Statements
@@ -180,15 +204,18 @@ class Executor(up.StreamExecutor):
         convert = expr.convert if isinstance(expr, SglTypedGen) else None
         if convert is not None and expr.name is not None:
             self._converters[expr.name] = (convert, self.location)
+        self._compute_shared_prefix()
         super()._execute_gen(expr)
 
     def _execute_select(self, expr: up.SglSelect) -> None:
+        self._compute_shared_prefix()
         super()._execute_select(expr)
         if isinstance(expr, SglTypedSelect) and expr.label and expr.name is not None:
             probabilities = self.meta_info[expr.name]["probabilities"]
             self.variables[expr.name] = Label(self.variables[expr.name], probabilities)
 
     def _execute_head(self, expr: SglHead) -> None:
+        self._compute_shared_prefix()
         value, meta_info = self.backend.head(self, expr.head, expr.task)
         self.text_ += str(value)
         name = expr.name
@@ -197,6 +224,11 @@ class Executor(up.StreamExecutor):
         self.variable_event[name].set()
         if self.stream_var_event:
             self.stream_var_event[name].set()
+
+    def _compute_shared_prefix(self) -> None:
+        prefix, self._shared_prefix = self._shared_prefix, None
+        if prefix is not None and prefix.adapter == self.adapter:
+            prefix.compute(self)
 
     # Variables and errors
 
@@ -240,17 +272,12 @@ class Executor(up.StreamExecutor):
     # Forks and cancelling
 
     def fork(self, size: int = 1, position_ids_offset: list[int] | None = None) -> list[Executor]:
-        """Copies of this state, each with the adapter in force here.
-
-        The prefix is computed once, under that adapter, before the copies start; it serves every copy whose adapter
-        may share it.
-        """
+        """Copies of this state, each with the adapter in force here; what they have in common is computed once."""
         # SGLang asks for the text before the statements that write it have run, and may skip the prefix.
         self.sync()
-        if size > 1 and self.text_:
-            self.submit(up.SglCommitLazy())
-            self.sync()
         self.raise_error()
+        adapter = effective(INHERIT, self.adapter)
+        prefix = ForkPrefix(self, adapter) if size > 1 and self.text_ else None
         copies = []
         for _ in range(size):
             copy = Executor(
@@ -259,8 +286,9 @@ class Executor(up.StreamExecutor):
                 self.default_sampling_para,
                 self.chat_template,
                 self.stream,
-                adapter=effective(INHERIT, self.adapter),
+                adapter=adapter,
             )
+            copy._shared_prefix = prefix
             copy.variables = dict(self.variables)
             copy.meta_info = dict(self.meta_info)
             copy._converters = dict(self._converters)
