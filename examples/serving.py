@@ -59,7 +59,9 @@ def serving(options: argparse.Namespace) -> Iterator[Served]:
     """The server that the options ask for; one started here ends with the block."""
     if options.url:
         backend = vlora.Runtime(options.url)
-        yield Served(backend, tuple(options.adapter or backend.adapters()), embedded=False, trained=True)
+        model = embedded_model()
+        embedded = model is not None and Path(backend.model_info["model_path"]) == model.path
+        yield Served(backend, tuple(options.adapter or backend.adapters()), embedded, trained=True)
         return
     with tempfile.TemporaryDirectory() as scratch:
         if options.model_path:

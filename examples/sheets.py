@@ -7,6 +7,16 @@ from collections.abc import Sequence
 from PIL import Image, ImageDraw, ImageFont
 
 TILE = 224
+_FRAMES = {True: "#2e9e44", False: "#d0342c"}
+
+
+def framed(picture: Image.Image, right: bool | None) -> Image.Image:
+    """The picture as a tile, in a green frame if it is right, a red one if it is wrong, none if nobody knows."""
+    scale = TILE / max(picture.size)
+    tile = picture.convert("RGB").resize((round(picture.width * scale), round(picture.height * scale)))
+    if right is not None:
+        ImageDraw.Draw(tile).rectangle((0, 0, tile.width - 1, tile.height - 1), outline=_FRAMES[right], width=5)
+    return tile
 
 
 def contact_sheet(pictures: Sequence[tuple[Image.Image, str]], columns: int = 4) -> Image.Image:

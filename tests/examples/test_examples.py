@@ -1,10 +1,12 @@
-"""The examples run on the shared server and write what they promise."""
+"""The examples run, on the shared server as on any model and on the embedded model, and write what they promise."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,8 @@ pytestmark = pytest.mark.e2e
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(name: str, server: Server, *options: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), "--url", server.url, *options]
+def run(name: str, url: str, *options: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), "--url", url, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -26,7 +28,7 @@ def run(name: str, server: Server, *options: str) -> str:
 
 def test_multi_round_vqa_prints_cached_tokens(server: Server) -> None:
     server.flush()
-    printed = run("multi_round_vqa.py", server, "--adapter", "A", "--adapter", "B")
+    printed = run("multi_round_vqa.py", server.url, "--adapter", "A", "--adapter", "B")
     rows = [line.split() for line in printed.splitlines() if line.startswith(("  A ", "  B "))]
     cached = [int(row[-2]) for row in rows]
     assert [row[0] for row in rows] == ["A", "A", "B", "A"]
@@ -35,16 +37,54 @@ def test_multi_round_vqa_prints_cached_tokens(server: Server) -> None:
     assert cached[3] > cached[1]
 
 
-def test_visual_retrieval(server: Server, tmp_path: Path) -> None:
-    run("apps/visual_retrieval.py", server, "--limit", "2", "--out", str(tmp_path))
+def test_visual_retrieval_of_any_model(server: Server, tmp_path: Path) -> None:
+    run("apps/visual_retrieval.py", server.url, "--limit", "2", "--out", str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "retrieval.jsonl").read_text().splitlines()]
     assert {row["image"] for row in rows} == {"china.jpg", "flower.jpg"}
     assert rows[0]["match"] >= rows[1]["match"]
     assert Image.open(tmp_path / "retrieval.png").size[0] > 400
 
 
-def test_video_analytics(server: Server, tmp_path: Path) -> None:
-    run("apps/video_analytics.py", server, "--chunks", "1", "--out", str(tmp_path))
+def test_video_analytics_of_any_model(server: Server, tmp_path: Path) -> None:
+    run("apps/video_analytics.py", server.url, "--chunks", "1", "--out", str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "analytics.jsonl").read_text().splitlines()]
-    assert [row["camera"] for row in rows] == ["right", "left", "down"]
-    assert Image.open(tmp_path / "analytics.png").size[1] > 600
+    assert [row["truth"] for row in rows] == [f"camera moves {way}" for way in ("right", "left", "down")]
+    assert Image.open(tmp_path / "analytics.png").size[1] > 300
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[str]:
+    """The address of the embedded model's server, started as the examples start it."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from serving import argument_parser, serving
+
+        with serving(argument_parser("").parse_args([])) as served:
+            assert served.embedded and served.trained
+            yield served.backend.url
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def test_the_embedded_model_answers_better_with_its_adapters(embedded: str) -> None:
+    printed = run("multi_round_vqa.py", embedded)
+    base, adapters = re.findall(r"(\d+) of 1\d right", printed)[:1] + re.findall(r"adapters (\d+) of 1\d", printed)
+    assert int(adapters) >= 9 and int(base) <= 3
+
+
+def test_the_embedded_model_finds_what_is_asked_for(embedded: str, tmp_path: Path) -> None:
+    printed = run("apps/visual_retrieval.py", embedded, "--out", str(tmp_path))
+    precision = [tuple(map(float, one)) for one in re.findall(r"average precision ([\d.]+) \(about ([\d.]+)", printed)]
+    assert len(precision) == 3, "drawn scenes, photographs, faces"
+    assert all(reached > 0.8 and reached > chance + 0.2 for reached, chance in precision), printed
+    rows = [json.loads(line) for line in (tmp_path / "retrieval.jsonl").read_text().splitlines()]
+    assert any(row["boxes"] for row in rows)
+    assert Image.open(tmp_path / "retrieval.png").size[0] > 1000
+
+
+def test_the_embedded_model_names_actions_and_places_objects(embedded: str, tmp_path: Path) -> None:
+    printed = run("apps/video_analytics.py", embedded, "--chunks", "3", "--out", str(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "analytics.jsonl").read_text().splitlines()]
+    assert len(rows) == 12 and {row["stream"].split()[0] for row in rows} == {"drawn", "digits"}
+    assert sum(row["action"] == row["truth"] for row in rows) >= 9, printed
+    assert sum(row.get("overlap", 0) > 0.5 for row in rows) >= 4, printed

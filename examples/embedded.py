@@ -1,0 +1,109 @@
+"""Pictures, clips and questions to judge the embedded model on: it has seen none of them, and the truth is known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+import vlora_sgl as vlora
+from vlora_sgl.heads.store import read_description
+from vlora_sgl.models import tiny
+from vlora_sgl.models.tiny import scenes
+from vlora_sgl.models.tiny.domains import DOMAINS, QUESTIONS
+
+BOX_REGEX = r"[0-9]{1,2}( [0-9]{1,2}){3}"
+"""How the model says a box: the cells of a 16 x 16 grid it begins and ends in."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image file and what is known of it: all names that are right for it."""
+
+    path: Path
+    shows: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Thirty frames, the action in them, and the object with its box in the middle frame (None: not asked)."""
+
+    frames: list[Image.Image]
+    action: str
+    shows: str | None = None
+    box: vlora.Box | None = None
+
+
+def grid_box(text: str, label: str) -> vlora.Boxes:
+    """The box that the model's four numbers mean; none where they are no box."""
+    x0, y0, x1, y1 = (int(number) for number in text.split())
+    if not (x0 <= x1 < scenes.GRID and y0 <= y1 < scenes.GRID):
+        return vlora.Boxes()
+    edges = (edge / scenes.GRID for edge in (x0, y0, x1 + 1, y1 + 1))
+    return vlora.Boxes([vlora.Box(*edges, label)])
+
+
+def drawn(folder: Path, count: int = 16) -> tuple[list[Picture], str]:
+    """Drawn scenes of unseen combinations, and the object that the most of them show."""
+    batch = scenes.sample(count, np.random.default_rng(3), test=True, digit_share=0.0)
+    images = scenes.render(batch).permute(0, 2, 3, 1).numpy()
+    pictures = []
+    for number, image in enumerate(images):
+        path = folder / f"scene-{number:02}.png"
+        Image.fromarray(image).save(path)
+        here = np.nonzero(batch.size[number] > 0)[0]
+        pictures.append(Picture(path, frozenset(object_name(batch, number, k) for k in here)))
+    names = sorted({name for picture in pictures for name in picture.shows})
+    return pictures, max(names, key=lambda name: sum(name in picture.shows for picture in pictures))
+
+
+def object_name(batch: scenes.Scenes, scene: int, slot: int) -> str:
+    """An object as the model names it, as in "red circle"."""
+    return f"{tuple(scenes.COLOURS)[batch.colour[scene, slot]]} {scenes.SHAPES[batch.shape[scene, slot]]}"
+
+
+def held_out(domain: str, folder: Path, each: int) -> list[Picture]:
+    """Real images of an adapter's domain that it was not trained on, so many of each class."""
+    rows = random.Random(domain).sample(test := DOMAINS[domain]()[2], len(test))
+    pictures = []
+    for label in sorted({answer for _, _, answer in rows}):
+        for number, (images, _, _) in enumerate([row for row in rows if row[2] == label][:each]):
+            path = folder / f"{domain}-{label}-{number}.png"
+            images[0].save(path)
+            pictures.append(Picture(path, frozenset([label])))
+    return pictures
+
+
+def question(domain: str) -> str:
+    """What the adapter of a domain was trained to be asked."""
+    return QUESTIONS[domain]
+
+
+def head_of(adapter: str, kind: str) -> str | None:
+    """The adapter's only head of a kind, if it has one."""
+    heads = read_description(tiny.adapters()[adapter]).heads
+    names = [name for name, settings in heads.items() if settings["kind"] == kind]
+    return names[0] if len(names) == 1 else None
+
+
+def moving_object(seed: int, length: int = 30) -> Clip:
+    """A drawn object, of an unseen combination, that moves in one direction."""
+    key_frames, (direction,) = scenes.motion(1, np.random.default_rng(seed), test=True)
+    start, end = key_frames[0].centre, key_frames[-1].centre
+    frames = []
+    for step in np.linspace(0, 1, length, dtype=np.float32):
+        scene = replace(key_frames[0], centre=start + step * (end - start))
+        frames.append(Image.fromarray(scenes.render(scene)[0].permute(1, 2, 0).numpy()))
+    side = frames[0].width
+    (x, y), half = (start + (length // 2) / (length - 1) * (end - start))[0, 0], key_frames[0].size[0, 0]
+    box = vlora.Box(*(float(edge) / side for edge in (x - half, y - half, x + half, y + half)))
+    return Clip(frames, direction, object_name(key_frames[0], 0, 0), box)
+
+
+def handwritten(count: int, seed: int, length: int = 30) -> list[Clip]:
+    """Clips of real handwritten digits that slide, grow, spin or rest, from the adapter's test images."""
+    rows = random.Random(seed).sample(DOMAINS["actions"]()[2], count)
+    return [Clip([image for image in images for _ in range(length // 3)], answer) for images, _, answer in rows]
