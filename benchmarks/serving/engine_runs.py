@@ -12,6 +12,7 @@ own, which is what a client waits for when the device is never idle.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -35,6 +36,9 @@ from vlora_sgl.platforms.cpu import is_plain_cpu
 from vlora_sgl.server_args import VLoraArgs
 
 ROOT = Path(__file__).parents[2]
+
+Arrival = tuple[float, dict[str, Any]]
+"""When a request comes, in seconds, and its arguments of ``Engine.generate``."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,9 @@ class _Worker:
         steps = [[Step(**{**row, "plan": tuple(row["plan"])}) for row in rows] for rows in ranks]
         return Run(answers if isinstance(answers, list) else [answers], seconds, steps)
 
+    def play(self, arrivals: Sequence[Arrival]) -> list[tuple[float, float]]:
+        return self.engine.loop.run_until_complete(_play(self.engine, arrivals))
+
     def flush(self) -> None:
         self.engine.flush_cache()
 
@@ -236,6 +243,19 @@ class _Worker:
     def load(self, name: str, path: str) -> str | None:
         result = self.engine.load_lora_adapter(name, path)
         return None if result.success else result.error_message
+
+
+async def _play(engine: Any, arrivals: Sequence[Arrival]) -> list[tuple[float, float]]:
+    begin = time.perf_counter()
+
+    async def one(at: float, request: dict[str, Any]) -> tuple[float, float]:
+        await asyncio.sleep(begin + at - time.perf_counter())
+        start, first = time.perf_counter(), 0.0
+        async for _ in await engine.async_generate(stream=True, **request):
+            first = first or time.perf_counter()
+        return first - start, time.perf_counter() - start
+
+    return await asyncio.gather(*(one(at, request) for at, request in arrivals))
 
 
 def serve() -> None:
@@ -307,6 +327,10 @@ class EngineProcess:
     def generate(self, **request: Any) -> Run:
         """``Engine.generate`` with these arguments, and the steps it took."""
         return self._call("generate", **request)
+
+    def play(self, arrivals: Sequence[Arrival]) -> list[tuple[float, float]]:
+        """Send requests at their times, whether or not others are done: seconds to first and last token of each."""
+        return self._call("play", arrivals=arrivals)
 
     def flush(self) -> None:
         """Empty the prefix cache."""
