@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vlora_sgl import imports
+from vlora_sgl.bake.manifest import adapter_options
 from vlora_sgl.platforms.cpu import is_plain_cpu
 
 # Everywhere: models that see are what this package is for; a start prints what a user needs.
@@ -32,17 +34,18 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
-def engine_defaults() -> dict[str, Any]:
-    """Defaults for this machine, by ``ServerArgs`` field."""
-    return {**COMMON_DEFAULTS, **(CPU_DEFAULTS if is_plain_cpu() else {})}
+def engine_defaults(model: str = "", adapters_given: bool = False) -> dict[str, Any]:
+    """Defaults for this machine and this model, by ``ServerArgs`` field; a baked model comes with its adapters."""
+    adapters = adapter_options(model, adapters_given)
+    return {**adapters, **COMMON_DEFAULTS, **(CPU_DEFAULTS if is_plain_cpu() else {})}
 
 
 def command_line_defaults(argv: Sequence[str]) -> list[str]:
     """The defaults as flags, less those that ``argv`` sets itself."""
     given = {argument.partition("=")[0] for argument in argv if argument.startswith("--")}
     flags: list[str] = []
-    for name, value in engine_defaults().items():
+    for name, value in engine_defaults(imports.model_path_of(argv), "--lora-paths" in given).items():
         flag = "--" + name.replace("_", "-")
         if flag not in given:
-            flags += [flag] if value is True else [flag, str(value)]
+            flags += [flag] if value is True else [flag, *(value if isinstance(value, list) else [str(value)])]
     return flags

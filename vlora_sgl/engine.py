@@ -45,7 +45,8 @@ class Engine(AsksHeads, _sgl.Engine):
     def __init__(self, *, vlora: VLoraArgs | None = None, **server_args: Any) -> None:
         (vlora or VLoraArgs()).to_environment()
         imports.disable_other_models(str(server_args.get("model_path", "")))
-        settings = _sgl.ServerArgs(**{**engine_defaults(), "log_level": "error", **server_args})
+        defaults = engine_defaults(str(server_args.get("model_path", "")), bool(server_args.get("lora_paths")))
+        settings = _sgl.ServerArgs(**{**defaults, "log_level": "error", **server_args})
         refuse_unsupported(settings)
         super().__init__(server_args=settings)
 

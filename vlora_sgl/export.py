@@ -19,20 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from vlora_sgl.bake.delta import compress, delta_modules, write_adapter
 from vlora_sgl.bake.fold import fold_shard, shards_of, stored_tensors, targets_in
+from vlora_sgl.bake.manifest import BASE_DELTA, FORMAT, MANIFEST, UNFINISHED
 from vlora_sgl.bake.trace import rank_choices, read_trace
 from vlora_sgl.bake.verify import verify_bake
 from vlora_sgl.errors import ConfigError, VLoraError
-from vlora_sgl.lora.checkpoint import AdapterWeights, read_adapter
+from vlora_sgl.heads.store import read_description
+from vlora_sgl.lora.checkpoint import AdapterWeights, LoraPair, read_adapter
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout
 
-MANIFEST = "vlora_bake.json"
-FORMAT = 1
-BASE_DELTA = "base"
-_STATE = "vlora_bake.unfinished.json"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".part"}
 _HEAD_FILES = ("vlora_adapter.json", "vlora_heads.safetensors")
 
@@ -62,61 +61,76 @@ class BakePlan:
 
 @dataclass
 class BakeReport:
-    """What was written: the rank of each delta, the error of each compression, the verified error (1.0 = rounding)."""
+    """What was written: the rank of each adapter, the relative error of each compression (all modules together, and
+    the worst module), and the verified error (1.0 is the bound)."""
 
     ranks: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     verified: float = 0.0
 
 
 def bake(plan: BakePlan, progress: bool = True) -> BakeReport:
-    """Carries out ``plan``.
+    """Carries out ``plan``. Holds the hot adapter and one other at a time in memory.
 
     Raises:
-        ConfigError: the base cannot be folded into (quantised, not in safetensors), or ``out`` holds something else.
+        ConfigError: the base cannot be folded into (quantised, not in safetensors), an adapter's activation point does
+            not survive it, or ``out`` holds something else.
         AdapterError: an adapter cannot be read.
+        BakeMismatchError: what was written does not compute what PEFT does on the original.
     """
     shards = shards_of(plan.model)
     layout = BaseLayout.from_directory(plan.model)
-    weights = {name: read_adapter(path, layout) for name, path in plan.adapters.items()}
-    hot = weights[plan.hot]
+    hot = read_adapter(plan.adapters[plan.hot], layout)
     _check_foldable(plan, hot, shards, layout)
-    _begin(plan, weights)
+    for name, path in plan.adapters.items():
+        _check_activation(name, path)
+        read_adapter(path, layout)  # a cold one that cannot be read should not cost a fold first
+    _begin(plan, hot)
     _fold(plan, shards, hot, layout, progress)
     _copy_side_files(plan.model, plan.out)
-
     report = BakeReport()
-    verified: dict[str, Any] = {plan.hot: (hot.modules, {})}
-    for name in (*(n for n in weights if n != plan.hot), BASE_DELTA):
-        own = weights[name].modules if name in weights else {}
-        delta = delta_modules(own, hot.modules)
-        if plan.compress is not None:
-            smaller = compress(delta, plan.compress)
-            delta, report.errors[name] = smaller.modules, smaller.error
-        config = weights[name].config.raw if name in weights else {}
-        directory = plan.out / "adapters" / name
-        report.ranks[name] = write_adapter(
-            directory,
-            delta,
-            layout,
-            str(plan.out),
-            exact_ranks=plan.exact_ranks,
-            saved=weights[name].saved if name in weights else None,
-            task_type=config.get("task_type"),
-        )
-        verified[name] = (own, delta)
+    report.verified = verify_bake(plan.model, plan.out, layout, hot.modules, {}, plan.samples)
+    for name in (*(n for n in plan.adapters if n != plan.hot), BASE_DELTA):
+        cold = read_adapter(plan.adapters[name], layout) if name in plan.adapters else None
+        _write_delta(plan, name, cold, hot, layout, report)
+    report.ranks[plan.hot] = _write_identity(plan, hot, layout)
     for name, path in plan.adapters.items():
         _copy_heads(path, plan.out / "adapters" / name)
-    slack = 1.0 if plan.compress is not None else 0.0
-    report.verified = verify_bake(plan.model, plan.out, layout, verified, plan.samples, slack)
-    _finish(plan, weights, report)
+    _finish(plan, hot, report)
     return report
 
 
-def read_manifest(model_dir: Path) -> dict[str, Any] | None:
-    """What a baked model says of itself: the folded adapter and its deltas; ``None`` for any other model."""
-    path = model_dir / MANIFEST
-    return json.loads(path.read_text()) if path.is_file() else None
+def _write_delta(
+    plan: BakePlan, name: str, cold: AdapterWeights | None, hot: AdapterWeights, layout: BaseLayout, report: BakeReport
+) -> None:
+    """Writes what an adapter (``None``: the original base) becomes on the fused base, reads it back and checks it."""
+    own: Mapping[str, LoraPair] = {} if cold is None else cold.modules
+    delta, dropped = delta_modules(own, hot.modules), {}
+    if plan.compress is not None:
+        smaller = compress(delta, plan.compress)
+        delta, dropped, report.errors[name] = smaller.modules, smaller.dropped, (smaller.error, smaller.worst)
+    directory = plan.out / "adapters" / name
+    report.ranks[name] = write_adapter(
+        directory,
+        delta,
+        layout,
+        str(plan.out),
+        exact_ranks=plan.exact_ranks,
+        saved=None if cold is None else cold.saved,
+        task_type=None if cold is None else cold.config.raw.get("task_type"),
+    )
+    written = read_adapter(directory, layout).modules
+    error = verify_bake(plan.model, plan.out, layout, own, written, plan.samples, dropped, name)
+    report.verified = max(report.verified, error)
+
+
+def _write_identity(plan: BakePlan, hot: AdapterWeights, layout: BaseLayout) -> int:
+    """Writes an adapter of the hot one's name that changes nothing, to ask any engine for, and to carry the heads."""
+    name, pair = next(iter(hot.modules.items()))
+    zero = LoraPair(torch.zeros_like(pair.a[:1]), torch.zeros_like(pair.b[:, :1]), 1.0)
+    task_type = hot.config.raw.get("task_type")
+    directory = plan.out / "adapters" / plan.hot
+    return write_adapter(directory, {name: zero}, layout, str(plan.out), saved=hot.saved, task_type=task_type)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,8 +163,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(f"{args.out}: {hot} folded; verified against PEFT to {report.verified:.2f} of the rounding bound")
     for name, rank in report.ranks.items():
-        lost = f", relative error {report.errors[name]:.2e}" if name in report.errors else ""
-        print(f"  adapters/{name}: rank {rank}{lost}")
+        note = " (changes nothing: the folded adapter's name and heads)" if name == hot else ""
+        if name in report.errors:
+            note = ", relative error {:.2e}, worst module {:.2e}".format(*report.errors[name])
+        print(f"  adapters/{name}: rank {rank}{note}")
     return 0
 
 
@@ -178,17 +194,26 @@ def _check_foldable(plan: BakePlan, hot: AdapterWeights, shards: list[Path], lay
         raise ConfigError(f"{plan.model}: no weight for {missing[0]} ({len(missing)} modules of {plan.hot} in all)")
 
 
-def _state(plan: BakePlan, weights: Mapping[str, AdapterWeights]) -> dict[str, Any]:
+def _check_activation(name: str, path: Path) -> None:
+    activation = read_description(path).activation
+    if activation is not None:
+        raise ConfigError(
+            f"{name} activates at {activation!r}: the tokens before that run on the base model, which a fused base is "
+            "not; serve it unbaked"
+        )
+
+
+def _state(plan: BakePlan, hot: AdapterWeights) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "model": str(plan.model.resolve()),
-        "hot": {"name": plan.hot, "digest": weights[plan.hot].report.digest},
+        "hot": {"name": plan.hot, "digest": hot.report.digest},
     }
 
 
-def _begin(plan: BakePlan, weights: Mapping[str, AdapterWeights]) -> None:
+def _begin(plan: BakePlan, hot: AdapterWeights) -> None:
     """Claims ``out``, or recognises an earlier run of the same fold to go on from."""
-    state, path = _state(plan, weights), plan.out / _STATE
+    state, path = _state(plan, hot), plan.out / UNFINISHED
     if plan.out.resolve() == plan.model.resolve():
         raise ConfigError("--out must not be the base model's own directory")
     if path.is_file():
@@ -224,16 +249,16 @@ def _copy_heads(adapter: Path, target: Path) -> None:
             shutil.copyfile(adapter / name, target / name)
 
 
-def _finish(plan: BakePlan, weights: Mapping[str, AdapterWeights], report: BakeReport) -> None:
+def _finish(plan: BakePlan, hot: AdapterWeights, report: BakeReport) -> None:
     manifest = {
-        **_state(plan, weights),
+        **_state(plan, hot),
         "adapters": {name: f"adapters/{name}" for name in report.ranks},
         "ranks": report.ranks,
-        "compression_errors": report.errors,
+        "compression_errors": {name: error for name, (error, _) in report.errors.items()},
         "verified": report.verified,
     }
     (plan.out / MANIFEST).write_text(json.dumps(manifest, indent=2))
-    (plan.out / _STATE).unlink()
+    (plan.out / UNFINISHED).unlink()
 
 
 if __name__ == "__main__":

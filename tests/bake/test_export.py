@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from tests.lora.adapters import tiny_adapter, tiny_model
 from vlora_sgl import export
 from vlora_sgl.bake.delta import compress, delta_modules
 from vlora_sgl.bake.fold import fold_shard
+from vlora_sgl.bake.manifest import adapter_options, read_baked
 from vlora_sgl.bake.trace import rank_choices, read_trace
 from vlora_sgl.bake.verify import BakeMismatchError, verify_bake
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.export import BakePlan, bake, read_manifest
+from vlora_sgl.export import BakePlan, bake
+from vlora_sgl.heads import save_heads
 from vlora_sgl.lora.checkpoint import read_adapter
 from vlora_sgl.lora.layout import BaseLayout
 
@@ -97,10 +101,28 @@ def test_delta_adapters_load_where_q_k_and_v_must_come_together(tmp_path: Path) 
     for seed, (name, config) in enumerate((("hot", hot), ("cold", cold))):
         tiny_adapter(tiny_model("qwen2"), tmp_path / name, seed=seed, **config)
     plan = BakePlan(tmp_path / "model", "hot", {n: tmp_path / n for n in ("hot", "cold")}, tmp_path / "out")
-    assert bake(plan, progress=False).ranks == {"cold": 5, "base": 2}
+    assert bake(plan, progress=False).ranks == {"cold": 5, "base": 2, "hot": 1}
     tensors = load_file(tmp_path / "out" / "adapters" / "cold" / "adapter_model.safetensors")
     assert {key.split(".")[-3] for key in tensors} == {"q_proj", "k_proj", "v_proj"}
     assert {t.shape[0] for k, t in tensors.items() if "lora_A" in k} == {5}
+
+
+def test_delta_adapters_keep_to_what_vllm_reads(tmp_path: Path) -> None:
+    """What vllm/lora/{peft_helper,utils}.py ask: one rank and one scale ``lora_alpha / r`` (no rank_pattern is
+    known), no modules_to_save, no bias, and keys ``base_model.model.PATH.lora_{A,B}.weight``."""
+    adapters = make_inputs(tmp_path, "qwen2_5_vl", torch.float32)
+    bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
+    for name in ("hot", *COLD, "base"):
+        directory = tmp_path / "out" / "adapters" / name
+        config = json.loads((directory / "adapter_config.json").read_text())
+        assert not config["modules_to_save"] and not config["use_dora"] and config["bias"] == "none"
+        assert config["lora_alpha"] == config["r"] and not config["rank_pattern"] and not config["use_rslora"]
+        tensors = load_file(directory / "adapter_model.safetensors")
+        names = {re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", key) for key in tensors}
+        assert None not in names
+        assert {t.shape["lora_A" not in k] for k, t in tensors.items()} == {config["r"]}
+        targets = {match[1].rpartition(".")[2] for match in names if match}
+        assert targets == {target.rpartition(".")[2] for target in config["target_modules"]}
 
 
 def test_a_stopped_bake_goes_on_and_another_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,28 +141,102 @@ def test_a_stopped_bake_goes_on_and_another_one_does_not(tmp_path: Path, monkeyp
         bake(plan, progress=False)
     done = {name: (plan.out / name).stat().st_mtime_ns for name in written}
     monkeypatch.setattr(export, "fold_shard", fold_shard)
+    with pytest.raises(ConfigError, match="is an unfinished bake"):
+        read_baked(plan.out)
     with pytest.raises(ConfigError, match="another unfinished bake"):
         bake(BakePlan(plan.model, "mixed", adapters, plan.out), progress=False)
     bake(plan, progress=False)
     assert {name: (plan.out / name).stat().st_mtime_ns for name in written} == done, "finished shards are kept"
-    manifest = read_manifest(plan.out)
-    assert manifest is not None and manifest["hot"]["name"] == "hot" and read_manifest(plan.model) is None
+    assert read_baked(plan.out) is not None and read_baked(plan.model) is None
     with pytest.raises(ConfigError, match="not empty"):
         bake(plan, progress=False)
 
 
-def test_verification_notices_a_wrong_weight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_verification_notices_wrong_weights_and_deltas(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A weight that is not the sum, an adapter that was not folded, a delta that lacks its half."""
+    adapters = make_inputs(tmp_path, "qwen2", dtype)
+    plan = BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out", samples=1000)
+    assert bake(plan, progress=False).verified < 1
+    layout = BaseLayout.from_directory(plan.model)
+    hot, cold = (read_adapter(adapters[name], layout).modules for name in ("hot", "mixed"))
+    delta = read_adapter(plan.out / "adapters" / "mixed", layout).modules
+    wrong: list[tuple[Path, Any, Any]] = [
+        (plan.model, hot, {}),  # the base, not folded at all
+        (plan.out, cold, cold),  # a plain adapter in place of its delta
+        (plan.out, {}, delta),  # one adapter's delta for another's
+    ]
+    for out, own, changed in wrong:
+        with pytest.raises(BakeMismatchError, match="times what rounding"):
+            verify_bake(plan.model, out, layout, own, changed, 1000)
+    for shard in plan.out.glob("*.safetensors"):
+        tensors = load_file(shard)
+        save_file({k: t * (1 + 8 * torch.finfo(dtype).eps) for k, t in tensors.items()}, shard)
+    with pytest.raises(BakeMismatchError, match="the folded adapter: off by"):
+        verify_bake(plan.model, plan.out, layout, hot, {}, 1000)
+
+
+def test_compressed_deltas_are_held_to_what_was_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = make_inputs(tmp_path, "qwen2", torch.bfloat16)
+    report = bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out", compress=5), progress=False)
+    error, worst = report.errors["mixed"]
+    assert 0 < error <= worst < 1 and report.verified < 1
+    assert report.errors["base"][0] < 1e-2, "rank 4 fits into 5"
+
+    def careless(modules: Any, rank: int) -> Any:
+        """Says it dropped as much as the best approximation does, and dropped more."""
+        better, smaller = compress(modules, rank), compress(modules, rank - 3)
+        return replace(better, modules=smaller.modules)
+
+    monkeypatch.setattr(export, "compress", careless)
+    with pytest.raises(BakeMismatchError, match=r"(narrow|mixed): off by"):
+        bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "other", compress=5), progress=False)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_half_precision_logits_differ_by_rounding_only(family: str, tmp_path: Path) -> None:
+    """bfloat16 base: every answer of the baked model is as near to the float64 truth as PEFT's own bfloat16 merge."""
+    adapters = make_inputs(tmp_path, family, torch.bfloat16)
+    out = tmp_path / "out"
+    bake(BakePlan(tmp_path / "model", "hot", adapters, out), progress=False)
+    truth = {name: logits(tmp_path / "model", family, path) for name, path in adapters.items()}
+    truth["base"] = logits(tmp_path / "model", family, None)
+    for name, want in truth.items():
+        baked = None if name == "hot" else out / "adapters" / name
+        original = None if name == "base" else adapters[name]
+        # In float64 what is left is the one rounding of the fused weights; bfloat16 adds the arithmetic's own.
+        scale, eps = want.abs().max(), torch.finfo(torch.bfloat16).eps
+        assert (logits(out, family, baked) - want).abs().max() < 2 * eps * scale, name
+        own = (logits(tmp_path / "model", family, original, torch.bfloat16) - want).abs().max()
+        ours = (logits(out, family, baked, torch.bfloat16) - want).abs().max()
+        assert ours < 4 * own, (name, float(ours / scale), float(own / scale))
+        other = truth["base" if name != "base" else "hot"]
+        assert (other - want).abs().max() > 10 * ours, "the adapters must matter more than rounding does"
+
+
+def test_the_manifest_says_who_answers_for_whom(tmp_path: Path) -> None:
     adapters = make_inputs(tmp_path, "qwen2", torch.float32)
     bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
-    layout = BaseLayout.from_directory(tmp_path / "model")
-    hot = read_adapter(tmp_path / "hot", layout).modules
-    arguments = (tmp_path / "model", tmp_path / "out", layout, {"hot": (hot, {})}, 1000)
-    assert verify_bake(*arguments) <= 1
-    for shard in (tmp_path / "out").glob("*.safetensors"):
-        tensors = load_file(shard)
-        save_file({k: t * 1.0001 for k, t in tensors.items()}, shard, metadata={"format": "pt"})
-    with pytest.raises(BakeMismatchError, match="times what rounding"):
-        verify_bake(*arguments)
+    baked = read_baked(tmp_path / "out")
+    assert baked is not None and set(baked.adapters) == {"hot", "narrow", "mixed", "base"}
+    assert [baked.serving(name) for name in ("hot", "mixed", None, "unknown")] == [None, "mixed", "base", "unknown"]
+    assert baked.serving("hot", head=True) == "hot"
+    options = adapter_options(tmp_path / "out", given=False)
+    assert options["enable_lora"] and f"base={tmp_path / 'out' / 'adapters' / 'base'}" in options["lora_paths"]
+    assert adapter_options(tmp_path / "out", given=True) == adapter_options("some/name-on-a-hub", given=False) == {}
+    # The folded adapter's name, for engines that know nothing of manifests: an adapter that changes nothing.
+    assert torch.equal(
+        logits(tmp_path / "out", "qwen2", tmp_path / "out" / "adapters" / "hot"),
+        logits(tmp_path / "out", "qwen2", None),
+    )
+
+
+def test_adapters_that_activate_late_are_refused(tmp_path: Path) -> None:
+    adapters = make_inputs(tmp_path, "qwen2", torch.float32)
+    save_heads(adapters["narrow"], [], activation="after_image")
+    with pytest.raises(ConfigError, match="narrow activates at 'after_image'"):
+        bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes"])

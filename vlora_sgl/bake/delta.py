@@ -32,16 +32,23 @@ def delta_modules(cold: Mapping[str, LoraPair], hot: Mapping[str, LoraPair]) -> 
 
 @dataclass(frozen=True)
 class Compression:
-    """A compressed set of modules, and what was lost: the relative Frobenius error over all of them, and the worst."""
+    """A compressed set of modules, and what was lost.
+
+    Attributes:
+        error, worst: relative Frobenius error over all modules together, and of the worst one.
+        dropped: per module, the largest singular value that was left out: no input of norm one is changed by more.
+    """
 
     modules: dict[str, LoraPair]
     error: float
     worst: float
+    dropped: dict[str, float]
 
 
 def compress(modules: Mapping[str, LoraPair], rank: int) -> Compression:
     """The best approximation of rank ``rank`` per module (SVD of ``B A`` through two thin QRs, in float64)."""
     smaller: dict[str, LoraPair] = {}
+    largest: dict[str, float] = {}
     lost = total = worst = 0.0
     for name, pair in modules.items():
         qb, rb = torch.linalg.qr(pair.b.double() * pair.scale)
@@ -52,10 +59,11 @@ def compress(modules: Mapping[str, LoraPair], rank: int) -> Compression:
         smaller[name] = LoraPair(
             (root[:, None] * (vt[:keep] @ qa.T)).to(pair.a.dtype), ((qb @ u[:, :keep]) * root).to(pair.b.dtype), 1.0
         )
+        largest[name] = float(s[keep]) if keep < s.numel() else 0.0
         dropped, whole = float(s[keep:].square().sum()), float(s.square().sum())
         lost, total = lost + dropped, total + whole
         worst = max(worst, (dropped / whole) ** 0.5 if whole else 0.0)
-    return Compression(smaller, (lost / total) ** 0.5 if total else 0.0, worst)
+    return Compression(smaller, (lost / total) ** 0.5 if total else 0.0, worst, largest)
 
 
 def write_adapter(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from vlora_sgl.lora.layout import BaseLayout
 
 _ROWS = 4
 _MAX_ROWS_OF_WEIGHT = 1024
+_SIGMAS = 8
 
 
 class BakeMismatchError(VLoraError):
@@ -29,21 +30,29 @@ def verify_bake(
     base: Path,
     out: Path,
     layout: BaseLayout,
-    adapters: Mapping[str, tuple[Mapping[str, LoraPair], Mapping[str, LoraPair]]],
+    own: Mapping[str, LoraPair],
+    delta: Mapping[str, LoraPair],
     samples: int,
-    slack: float = 0.0,
+    dropped: Mapping[str, float] | None = None,
+    adapter: str = "the folded adapter",
 ) -> float:
-    """The largest error found, in units of the base dtype's rounding of the fused weight (1.0 is the bound).
+    """The largest error found between an adapter on the original base and what it became, over its bound.
+
+    The fused weight is the exact sum rounded once, so an output's error is a sum of independent roundings, of standard
+    deviation at most ``eps / sqrt(12)`` of each term: the bound is eight of those. The factors' own rounding, and what
+    a compression dropped, are added.
 
     Args:
-        adapters: name -> (modules on the original base, delta modules on the fused base).
+        own: the adapter's modules on the original base; none for the base itself.
+        delta: its modules on the fused base; none for the hot adapter.
         samples: how many weights to check.
-        slack: relative error that compression was allowed, added to the bound.
+        dropped: per module, the largest singular value that compression left out.
+        adapter: its name, for the message.
 
     Raises:
-        BakeMismatchError: a sampled module's output is off by more than rounding the fused weight explains.
+        BakeMismatchError: a sampled module's output is off by more than the bound.
     """
-    everything = {name: pair for own, delta in adapters.values() for name, pair in {**own, **delta}.items()}
+    everything = {**own, **delta}
     places = [
         (shard.name, tensor, row, part)
         for shard in shards_of(base)
@@ -55,23 +64,28 @@ def verify_bake(
         rows = min(_MAX_ROWS_OF_WEIGHT, layout.shapes[part][0])
         original, fused = (_rows(folder / shard, tensor.name, first, rows) for folder in (base, out))
         x = torch.randn(_ROWS, original.shape[1], generator=generator, dtype=torch.float64)
-        unit = torch.finfo(DTYPES[tensor.dtype]).eps
-        for name, (own, delta) in adapters.items():
-            expected = _peft_output(original, own.get(part), x, rows)
-            ours, extra = x @ fused.T, torch.zeros(rows, x.shape[1], dtype=torch.float64)
-            if part in delta:
-                extra = delta[part].delta()[:rows]
-                ours = ours + x @ extra.T
-            bound = unit * (x.abs() @ (fused.abs() + extra.abs()).T) + slack * (
-                x.norm(dim=1, keepdim=True) * extra.norm()
+        expected = _peft_output(original, own.get(part), x, rows)
+        ours = x @ fused.T
+        eps = torch.finfo(DTYPES[tensor.dtype]).eps
+        bound = _SIGMAS * eps / 12**0.5 * (x.square() @ torch.maximum(fused.abs(), original.abs()).square().T).sqrt()
+        bound += (dropped or {}).get(part, 0.0) * x.norm(dim=1, keepdim=True)
+        if part in own:  # the fold sums in float32
+            bound += torch.finfo(torch.float32).eps * _apply(own[part], x, rows, torch.abs)
+        if part in delta:  # the scale went into B, which was rounded
+            ours = ours + _apply(delta[part], x, rows)
+            bound += torch.finfo(delta[part].b.dtype).eps * _apply(delta[part], x, rows, torch.abs)
+        error = float(((ours - expected).abs() / bound.clamp_min(1e-30)).max())
+        if error > 1.0:
+            raise BakeMismatchError(
+                f"{part}, {adapter}: off by {error:.2f} times what rounding to {tensor.dtype} explains"
             )
-            error = float(((ours - expected).abs() / bound.clamp_min(1e-30)).max())
-            if error > 1.0:
-                raise BakeMismatchError(
-                    f"{part}, adapter {name}: off by {error:.2f} times what rounding to {tensor.dtype} explains"
-                )
-            worst = max(worst, error)
+        worst = max(worst, error)
     return worst
+
+
+def _apply(pair: LoraPair, x: torch.Tensor, rows: int, of: Callable[..., torch.Tensor] = torch.clone) -> torch.Tensor:
+    """The update's first outputs for ``x``, in float64; with ``of=torch.abs`` the sum of its terms' sizes."""
+    return pair.scale * (of(x) @ of(pair.a.double()).T) @ of(pair.b[:rows].double()).T
 
 
 def _rows(path: Path, name: str, first: int, rows: int) -> torch.Tensor:

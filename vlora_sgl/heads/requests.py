@@ -25,10 +25,10 @@ def check_head_requests(obj: Any, adapters: Mapping[str, Any]) -> None:
         HeadError: a head that its adapter does not have, with the heads it has; or a dense head without an image.
     """
     parameters = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
-    if not any(_head_of(one) for one in parameters):
+    if not any(head_of(one) for one in parameters):
         return
     for one in [obj] if obj.is_single else [obj[i] for i in range(obj.batch_size)]:
-        name = _head_of(one.sampling_params)
+        name = head_of(one.sampling_params)
         if name is None:
             continue
         if one.lora_path is None:
@@ -43,7 +43,8 @@ def check_head_requests(obj: Any, adapters: Mapping[str, Any]) -> None:
         one.sampling_params["max_new_tokens"] = 1
 
 
-def _head_of(parameters: Any) -> str | None:
+def head_of(parameters: Any) -> str | None:
+    """The head that a request's sampling parameters name."""
     custom = parameters.get("custom_params") if isinstance(parameters, dict) else None
     return custom.get(HEAD_KEY) if isinstance(custom, dict) else None
 

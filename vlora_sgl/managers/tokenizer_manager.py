@@ -9,8 +9,9 @@ from typing import Any
 from fastapi import HTTPException
 
 from vlora_sgl import _sgl
+from vlora_sgl.bake.manifest import BASE_DELTA, BakedModel, read_baked
 from vlora_sgl.errors import UnknownAdapterError
-from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests
+from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests, head_of
 from vlora_sgl.managers.planner import latency_constraint
 from vlora_sgl.managers.request_states import RequestStates
 from vlora_sgl.mixes.spec import is_mix, member_names
@@ -46,6 +47,9 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         super().__init__(*args, **kwargs)
         self.rid_to_state = RequestStates()
         self.mix_members: dict[str, tuple[str, ...]] = {}
+        baked = read_baked(self.server_args.model_path)
+        # Where the caller chose other adapters, names mean what they mean in any other engine.
+        self.baked = baked if baked is not None and BASE_DELTA in self.lora_ref_cache else None
 
     async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
         """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.report``)."""
@@ -92,6 +96,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
 
         ``meta_info["vlora"]["adapter"]`` says which adapter served.
         """
+        asked = obj.lora_path
         async for out in super().generate_request(obj, request):
             for one in out if isinstance(out, list) else (out,):
                 meta_info = one.get("meta_info", {})
@@ -101,7 +106,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
                         meta_info[key] = value
                 if HEAD_KEY in meta_info:
                     one["text"] = answer_text(meta_info[HEAD_KEY])  # the sampled token means nothing
-            name_adapters(out, obj.lora_path)
+            name_adapters(out, asked)
             yield out
 
     async def _validate_and_resolve_lora(self, obj: Any) -> None:
@@ -111,6 +116,8 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
             HeadError: a head that its adapter does not have, or that lacks its image.
         """
         check_head_requests(obj, self.lora_ref_cache)
+        if self.baked is not None:
+            serve_from_baked(obj, self.baked)
         # SGLang would take a caller's word for the content of an image, and so serve one image's KV for another.
         if getattr(obj, "mm_hashes", None):
             obj.mm_hashes = None
@@ -139,6 +146,20 @@ def forget_claimed_hashes(image_data: Any) -> None:
     elif isinstance(image_data, dict):
         image_data.pop("hash", None)
         image_data.pop("pad_value", None)
+
+
+def serve_from_baked(obj: Any, baked: BakedModel) -> None:
+    """Turn the names in a request (SGLang's, normalised) into the adapters that answer on a baked model, in place."""
+    single = obj.is_single
+    given = [obj.sampling_params] if single else obj.sampling_params
+    names = [obj.lora_path] if single else obj.lora_path or [None] * len(given)
+    served = [
+        baked.serving(name, head_of(parameters) is not None) for name, parameters in zip(names, given, strict=True)
+    ]
+    obj.lora_path = served[0] if single else served
+    # SGLang made these before, and releases adapters by them.
+    for index, one in obj.__dict__.get("_sub_obj_cache", {}).items():
+        one.lora_path = served[index]
 
 
 def name_adapters(output: Any, names: str | Sequence[str | None] | None) -> None:

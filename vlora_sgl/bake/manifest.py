@@ -1,0 +1,71 @@
+"""What a baked model directory says of itself, and how a server of ours keeps its adapters' names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlora_sgl.core import AdapterId
+from vlora_sgl.errors import ConfigError
+
+MANIFEST = "vlora_bake.json"
+FORMAT = 1
+UNFINISHED = "vlora_bake.unfinished.json"
+BASE_DELTA = "base"
+
+
+@dataclass(frozen=True)
+class BakedModel:
+    """A fused base and the adapters that go with it.
+
+    Attributes:
+        directory: of the fused base.
+        hot: name of the folded adapter.
+        adapters: name -> directory: the deltas, ``base`` among them, and the folded adapter's own name and heads.
+    """
+
+    directory: Path
+    hot: str
+    adapters: Mapping[str, Path]
+
+    def serving(self, asked: AdapterId, head: bool = False) -> AdapterId:
+        """The adapter that answers as ``asked`` did on the original base.
+
+        The folded adapter is the model itself, unless a head of its own is asked; no adapter is the delta that
+        gives the original base back; any other name is its delta's.
+        """
+        if asked is None:
+            return BASE_DELTA
+        return None if asked == self.hot and not head else asked
+
+    def lora_paths(self) -> list[str]:
+        """The adapters as ``--lora-paths`` takes them."""
+        return [f"{name}={path}" for name, path in self.adapters.items()]
+
+
+def read_baked(model: str | Path) -> BakedModel | None:
+    """The baked model in a directory; ``None`` for any other model, be it a directory or a name on a hub.
+
+    Raises:
+        ConfigError: the directory holds an unfinished bake, or the manifest is of a format we do not know.
+    """
+    directory = Path(model)
+    path = directory / MANIFEST
+    if not path.is_file():
+        if (directory / UNFINISHED).is_file():
+            raise ConfigError(f"{directory} is an unfinished bake; run python -m vlora_sgl.export again to finish it")
+        return None
+    data: Any = json.loads(path.read_text())
+    if data.get("format") != FORMAT:
+        raise ConfigError(f"{path}: expected format {FORMAT}, got {data.get('format')!r}")
+    adapters = {name: directory / place for name, place in data["adapters"].items()}
+    return BakedModel(directory, data["hot"]["name"], adapters)
+
+
+def adapter_options(model: str | Path, given: bool) -> dict[str, Any]:
+    """``ServerArgs`` that serve a baked model's adapters; nothing for other models, or where others are ``given``."""
+    baked = read_baked(model) if model and not given else None
+    return {} if baked is None else {"enable_lora": True, "lora_paths": baked.lora_paths()}
