@@ -125,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--per-type", type=int, default=200)
+    parser.add_argument("--parts", nargs="*", default=["base", *tiny.adapters()], help="base and adapters to measure")
     parser.add_argument("--summary", type=Path, default=SUMMARY)
     args = parser.parse_args()
     command = shlex.join(["python", "-m", "benchmarks.serving.bench_tiny", *sys.argv[1:]])
@@ -133,13 +134,14 @@ def main() -> None:
         print(f"{name}: {value:.4g} {unit}", flush=True)
         record(name, value, unit, higher, command=command, summary=args.summary)
 
-    for kind, cases in scene_cases(args.per_type, seed=777).items():
+    for kind, cases in scene_cases(args.per_type, seed=777).items() if "base" in args.parts else ():
         note(f"tiny.base.{kind}", float(np.mean(served(args.url, cases, None, kind))), "accuracy")
         blind = [([], question, answer) for _, question, answer in cases]
         note(f"tiny.blind.{kind}", float(np.mean(served(args.url, blind, None, f"{kind}, blind"))), "accuracy", False)
     with tempfile.TemporaryDirectory() as folder:
-        domains.prepare(Path(folder))
-        for name in tiny.adapters():
+        adapters = [name for name in tiny.adapters() if name in args.parts]
+        domains.prepare(Path(folder), sorted({domains.ADAPTERS[name][0] for name in adapters}))
+        for name in adapters:
             examples = read_jsonl(Path(folder) / domains.ADAPTERS[name][0] / "test.jsonl")
             cases = [(e.load_images(), e.question, e.answer) for e in examples]
             with_adapter = served(args.url, cases, name, name)
