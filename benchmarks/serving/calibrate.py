@@ -49,10 +49,10 @@ def simulated(row: dict[str, Any], costs: CostTable, believed: CostTable) -> Rep
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit, simulate, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="folder with e2e-*.jsonl and iterations.jsonl")
+    parser.add_argument("results", type=Path, help="folder with e2e-*.jsonl and iterations-ours.jsonl")
     parser.add_argument("--summary", type=Path, default=SUMMARY)
     args = parser.parse_args(argv)
-    believed, log = read_log(args.results / "iterations.jsonl")
+    believed, log = read_log(args.results / "iterations-ours.jsonl")
     fitted = fit(log, believed, "")
     print(describe(fitted))
     rows = [json.loads(line) for path in args.results.glob("e2e-*.jsonl") for line in path.read_text().splitlines()]

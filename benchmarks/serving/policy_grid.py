@@ -129,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--park", action="store_true", help="policies may leave running requests out; no figures")
     parser.add_argument("--paper", action="store_true", help="figure 19: the paper's costs and operators; no figures")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--summary", type=Path, default=SUMMARY)
     args = parser.parse_args(argv)
     name = "a100-paper" if args.paper else Path(args.table).stem
     tables = load_tables(Path(args.table)) if args.table.endswith(".json") else shipped(name)
@@ -139,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     one = partial(column, tables, machine, limits, loads=loads, seconds=args.seconds)
     with get_context("spawn").Pool(args.processes) as pool:
         rows = [row for found in pool.imap(one, traffic) for row in found]
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     stem = f"policies-{name}{'-park' if args.park else ''}"
     keep = (
         "system",
@@ -154,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "modes",
     )
     lines = [json.dumps({k: rounded(r[k]) for k in keep}) for r in rows]
-    (RESULTS / f"{stem}.jsonl").write_text("\n".join(lines) + "\n")
-    plot(rows, RESULTS / f"{stem}.png")
+    (args.out / f"{stem}.jsonl").write_text("\n".join(lines) + "\n")
+    plot(rows, args.out / f"{stem}.png")
     if args.paper:
         print(paper_table(rows))
         return
@@ -175,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ("skew60_vs_sglang", stock),
             ("longest_wait_over_bound", ratio),
         ):
-            record(f"policy.cost.{figure}", value, "ratio", False)
+            record(f"policy.cost.{figure}", value, "ratio", False, summary=args.summary)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from typing import Any
 
 import requests
 
+from benchmarks.serving.stock import LOG_VARIABLE
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -72,6 +74,10 @@ class Deployment:
     tiny: bool
     out: Path
 
+    def log(self, server: str) -> Path:
+        """The iteration log of one server."""
+        return self.out / f"iterations-{server}.jsonl"
+
     def command(self, server: str, port: int) -> list[str]:
         """The command line of one server."""
         flags = ["--model-path", str(self.model), "--port", str(port), "--max-running-requests", str(self.max_batch)]
@@ -89,7 +95,7 @@ class Deployment:
             flags += ["--enable-lora", "--lora-paths", *(f"{name}={path}" for name, path in self.adapters.items())]
             flags += ["--max-loras-per-batch", str(self.slots + 1), "--max-lora-rank", str(self.rank)]
         if server == "ours":
-            module, more = "vlora_sgl.launch_server", ["--vlora-iteration-log", str(self.out / "iterations.jsonl")]
+            module, more = "vlora_sgl.launch_server", ["--vlora-iteration-log", str(self.log(server))]
         else:
             module = "benchmarks.serving.stock"
             backend = server if on_gpu() else "torch_native"  # neither csgmv nor triton runs on a CPU
@@ -140,7 +146,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path, LOG_VARIABLE: str(deployment.log(name))},
                 start_new_session=True,
             )
 
