@@ -95,8 +95,9 @@ class Reference:
         self.processor = AutoProcessor.from_pretrained(tiny.path(), use_fast=False)
         model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny.path(), dtype=torch.float32)
         self.config = model.config
-        self.heads = load_heads(tiny.adapters()[name], model.config.text_config.hidden_size)
-        self.model = load_adapter(model, tiny.adapters()[name])
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.heads = load_heads(tiny.adapters()[name], model.config.text_config.hidden_size, device)
+        self.model = load_adapter(model.to(device), tiny.adapters()[name])
 
     def right(self, examples: list[Example]) -> list[bool]:
         """Whether the decoded answer is exact, per example."""
