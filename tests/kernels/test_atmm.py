@@ -48,7 +48,7 @@ class FixedTable(TilingTable):
 
 def tiles(split: int, plan: str) -> FixedTable:
     return FixedTable(
-        linear=Tile(16, 16, 32, split, 4, 2, plan),
+        linear=Tile(16, 32, 32, split, 4, 2, plan),
         shrink=Tile(16, 16, 32, split, 4, 2),
         expand=Tile(16, 32, 0, 1, 4, 3),
         grouped_shrink=Tile(16, 32, 32, split, 4, 2),
