@@ -2,7 +2,7 @@
 UV := $(shell command -v uv 2>/dev/null || echo $(CURDIR)/.uv/bin/uv)
 PY := .venv/bin/python
 
-.PHONY: help setup demo generate-demo test lint check clean
+.PHONY: help setup demo generate-demo test lint check families soak clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -29,6 +29,12 @@ lint: setup ## ruff and mypy
 
 test: setup lint ## everything that runs without a GPU
 	$(PY) -m pytest
+
+families: setup ## tiny models of every family, each on a server of its own (minutes)
+	$(PY) -m pytest tests/e2e/test_families.py --slow
+
+soak: setup ## ten minutes of wear: adapters come and go, clients hang up; records its figures
+	$(PY) -m tests.soak
 
 clean: ## forget the environment and caches
 	rm -rf .venv .uv .pytest_cache .mypy_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
@@ -18,6 +19,17 @@ import requests
 
 START_TIMEOUT_S = 240
 SERVER_ARGS = "VLORA_TEST_SERVER_ARGS"  # more flags for the server, for a run on another kind of machine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow: run it with --slow"))
 
 
 @dataclass(frozen=True)
@@ -70,13 +82,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def server(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``python -m vlora_sgl.launch_server`` on a free loopback port."""
+    """The session's server: it holds six adapters of rank 64 at a time, and reads no directory but the tests'."""
+    flags = ["--max-loras-per-batch", "7", "--max-lora-rank", "64", "--enable-metrics"]
+    for root in (tmp_path_factory.getbasetemp(), Path(__file__).parent.parent):
+        flags += ["--adapter-root", str(root)]
+    with serve(tiny_model, tmp_path_factory.mktemp("server") / "log.txt", *flags) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def serve(model: TinyModel, log: Path, *flags: str) -> Iterator[Server]:
+    """``python -m vlora_sgl.launch_server`` on a free loopback port, once it is healthy."""
     port = free_port()
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    command = [sys.executable, "-m", "vlora_sgl.launch_server", "--model-path", str(tiny_model.path)]
-    command += ["--enable-lora", "--lora-paths", *(f"{name}={path}" for name, path in tiny_model.adapters.items())]
-    command += ["--max-loras-per-batch", "4", "--port", str(port), "--enable-cache-report", "--enable-metrics"]
-    command += shlex.split(os.environ.get(SERVER_ARGS, ""))
+    command = [sys.executable, "-m", "vlora_sgl.launch_server", "--model-path", str(model.path)]
+    command += ["--enable-lora", "--lora-paths", *(f"{name}={path}" for name, path in model.adapters.items())]
+    command += ["--port", str(port), "--enable-cache-report", *flags, *shlex.split(os.environ.get(SERVER_ARGS, ""))]
     root = Path(__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     with log.open("wb") as output:
@@ -84,7 +104,7 @@ def server(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> I
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(url, process, log)
-        yield Server(url, tiny_model, tuple(tiny_model.adapters), log, process)
+        yield Server(url, model, tuple(model.adapters), log, process)
     finally:
         process.terminate()
         try:

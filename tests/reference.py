@@ -25,6 +25,7 @@ class Reference:
         self.processor.image_processor = AutoImageProcessor.from_pretrained(model, backend="pil")
         base = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
         base.generation_config.eos_token_id = None
+        self.vocabulary: int = base.config.get_text_config().vocab_size
         (first, path), *others = adapters.items()
         self.model = PeftModel.from_pretrained(base, path, adapter_name=first)
         for name, path in others:

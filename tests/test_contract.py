@@ -55,6 +55,7 @@ def test_our_tables_name_things_that_exist() -> None:
 def test_install_puts_ours_in_place_and_verify_notices_a_missing_seam() -> None:
     """In a process of its own, because it changes SGLang's classes."""
     code = """
+import functools
 from vlora_sgl import _sgl, plugin
 from vlora_sgl.errors import ContractError
 originals = [_sgl.Scheduler]  # in a list, because SGLang rewrites plain module-level bindings
@@ -66,6 +67,7 @@ assert scheduler.Scheduler.__name__ == "VLoraScheduler"
 for module, name, value in (
     (scheduler, "Scheduler", originals[0]),
     (_sgl.OpenAIServingBase, "_resolve_lora_path", lambda self, request_model, explicit_lora_path: None),
+    (_sgl.OpenAIServingBase, "_resolve_lora_path", functools.wraps(print)(lambda *args: None)),
 ):
     ours = module.__dict__[name]
     setattr(module, name, value)
@@ -79,9 +81,9 @@ plugin.verify()
     result = run_python(code)
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if "would serve without it" in line]
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert "sglang.srt.managers.scheduler.Scheduler" in lines[0]
-    assert "OpenAIServingBase._resolve_lora_path" in lines[1]
+    assert all("OpenAIServingBase._resolve_lora_path" in line for line in lines[1:])
 
 
 def test_a_missing_seam_stops_the_start_with_one_line() -> None:

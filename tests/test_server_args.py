@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vlora_sgl import defaults
+from vlora_sgl import defaults, server_args
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.server_args import (
     ENVIRONMENT_VARIABLE,
@@ -92,6 +92,14 @@ def test_unsupported_settings_are_refused_by_name(name: str, value: Any) -> None
 @pytest.mark.parametrize("algorithm", [None, "NGRAM"])
 def test_what_works_is_let_through(algorithm: str | None) -> None:
     refuse_unsupported(sglang_settings(speculative_algorithm=algorithm))
+
+
+def test_a_grammar_backend_that_kills_the_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_args, "is_plain_cpu", lambda: True)
+    with pytest.raises(ConfigError, match="--grammar-backend=xgrammar does not work on a plain CPU"):
+        refuse_unsupported(sglang_settings(grammar_backend="xgrammar"))
+    monkeypatch.setattr(server_args, "is_plain_cpu", lambda: False)
+    refuse_unsupported(sglang_settings(grammar_backend="xgrammar"))
 
 
 def test_the_rust_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

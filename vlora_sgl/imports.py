@@ -57,7 +57,9 @@ def disable_other_models(model_path: str) -> None:
         defines = re.compile("|".join(rf"class {re.escape(name)}\b" for name in names) or r"(?!)")
         sources = {path.stem: path.read_text() for path in package.glob("*.py")}
         others = [stem for stem, text in sources.items() if not defines.search(text)]
-        if len(others) < len(sources):
+        # A wrapper such as LLaVA's looks its language model up by name: then any of the others may be wanted.
+        wraps = any("ModelRegistry" in text for text in sources.values() if defines.search(text))
+        if len(others) < len(sources) and not wraps:
             keep = {"__init__", "registry", "transformers"}
             os.environ[DISABLED_MODELS] = ",".join(sorted(set(others) - keep))
 

@@ -69,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         server_args = prepare(argv)
         from vlora_sgl import stats
         from vlora_sgl.heads import routes
+        from vlora_sgl.managers import adapter_routes
 
         routes.mount(_sgl.http_server.app)
         _sgl.http_server.app.include_router(stats.router)
+        adapter_routes.mount(_sgl.http_server.app)
         _sgl.http_server.launch_server(
             server_args,
             init_tokenizer_manager_func=processes.init_tokenizer_manager,

@@ -16,6 +16,7 @@ from typing import Any
 
 from vlora_sgl.core import InferenceMode
 from vlora_sgl.errors import ConfigError
+from vlora_sgl.platforms.cpu import is_plain_cpu
 
 ENVIRONMENT_VARIABLE = "VLORA_SGL_ARGS"
 
@@ -203,5 +204,10 @@ def refuse_unsupported(server_args: Any) -> None:
     speculative = getattr(server_args, "speculative_algorithm", None)
     if speculative not in (None, "NGRAM"):
         raise ConfigError(f"--speculative-algorithm={speculative} is not supported with adapters: only NGRAM is")
+    if getattr(server_args, "grammar_backend", None) == "xgrammar" and is_plain_cpu():
+        raise ConfigError(
+            "--grammar-backend=xgrammar does not work on a plain CPU: its masks pin memory, and the first "
+            "request with a grammar would end the server; leave it out (llguidance is used)"
+        )
     if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
         raise ConfigError("SGLANG_RUST_SERVER is not supported: it serves requests without our tokenizer manager")

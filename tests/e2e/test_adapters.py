@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ LANGUAGE = r".*\blayers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
 FORMS: dict[str, dict[str, Any]] = {
     "q_only": {"target_modules": r".*layers\.\d+\.self_attn\.q_proj"},
     "q_v": {"target_modules": r".*layers\.\d+\.self_attn\.(q|v)_proj"},
+    "q_k": {"target_modules": r".*layers\.\d+\.self_attn\.(q|k)_proj"},
     "k_v": {"target_modules": r".*layers\.\d+\.self_attn\.(k|v)_proj"},
     "down_only": {"target_modules": r".*layers\.\d+\.mlp\.down_proj"},
     "first_layer": {"target_modules": r".*\blayers\.0\.(self_attn|mlp)\.\w+_proj"},
@@ -154,9 +156,37 @@ def test_an_unloaded_name_is_gone_and_may_mean_another_adapter(server: Server) -
         assert gone.status_code in (400, 404) and "no adapter named" in gone.text, gone.text
 
 
+def outside(server: Server, tmp_path: Path) -> dict[str, Path]:
+    """Ways out of the allowed roots, all to adapters that exist."""
+    elsewhere = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    shutil.copytree(server.model.adapters["A"], elsewhere / "adapter")
+    (tmp_path / "link").symlink_to(elsewhere / "adapter")
+    shutil.copytree(server.model.adapters["A"], tmp_path / "linked_file")
+    (tmp_path / "linked_file" / WEIGHTS).unlink()
+    (tmp_path / "linked_file" / WEIGHTS).symlink_to(elsewhere / "adapter" / WEIGHTS)
+    up = Path(*[".."] * len(tmp_path.parts))
+    return {
+        "path": elsewhere / "adapter",
+        "dots": tmp_path / up / Path(*elsewhere.parts[1:]) / "adapter",
+        "link": tmp_path / "link",
+        "linked_file": tmp_path / "linked_file",
+    }
+
+
+def test_ways_out_of_the_allowed_roots_are_refused(server: Server, tmp_path: Path) -> None:
+    ways = outside(server, tmp_path)
+    try:
+        for name, path in ways.items():
+            assert (path / WEIGHTS).is_file(), "the way leads to an adapter"
+            reply = load(server, name, path)
+            assert reply.status_code == 400 and "allowed adapter root" in reply.text, (name, reply.text)
+    finally:
+        shutil.rmtree(ways["path"].parent)
+
+
 @pytest.mark.parametrize("path", ["missing/adapter", "organisation/repository"])
-def test_a_path_that_is_no_directory_is_refused(server: Server, path: str) -> None:
-    reply = load(server, "nowhere", Path(path))
+def test_a_path_that_is_no_directory_is_refused(server: Server, path: str, tmp_path: Path) -> None:
+    reply = load(server, "nowhere", tmp_path / path)
     assert reply.status_code == 400 and "not a directory" in reply.text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-TEXT = {
+Config = dict[str, Any]
+
+TEXT: Config = {
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -47,55 +50,55 @@ _VISION_TOKENS = {
 _QWEN2_VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "in_channels": 3, "spatial_merge_size": 2}
 
 
-def _qwen25_vl() -> nn.Module:
+def _qwen25_vl(text: Config, tokens: Config) -> nn.Module:
     vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32}
-    text = {**TEXT, "rope_parameters": _MROPE}
+    text = {**text, "rope_parameters": _MROPE}
     config = Qwen2_5_VLConfig(
         text_config=text,
         vision_config={**vision, "window_size": 16, "fullatt_block_indexes": [1]},
         tie_word_embeddings=False,
-        **_VISION_TOKENS,
+        **tokens,
     )
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _qwen2_vl() -> nn.Module:
-    text = {**TEXT, "rope_parameters": _MROPE}
+def _qwen2_vl(text: Config, tokens: Config) -> nn.Module:
+    text = {**text, "rope_parameters": _MROPE}
     vision = {**_QWEN2_VISION, "embed_dim": 32, "hidden_size": 32}
-    config = Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **_VISION_TOKENS)
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
     return Qwen2VLForConditionalGeneration(config)
 
 
-def _qwen3_vl() -> nn.Module:
+def _qwen3_vl(text: Config, tokens: Config) -> nn.Module:
     vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32}
-    text = {**TEXT, "head_dim": 8, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+    text = {**text, "head_dim": 8, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
     config = Qwen3VLConfig(
         text_config=text,
         vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         tie_word_embeddings=False,
-        **_VISION_TOKENS,
+        **tokens,
     )
     return Qwen3VLForConditionalGeneration(config)
 
 
-def _llava() -> nn.Module:
+def _llava(text: Config, tokens: Config) -> nn.Module:
     vision = CLIPVisionConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
     )
     config = LlavaConfig(
         vision_config=vision,
-        text_config=LlamaConfig(**TEXT),
-        image_token_index=100,
+        text_config=LlamaConfig(**text),
+        image_token_index=tokens["image_token_id"],
         vision_feature_layer=-1,
         tie_word_embeddings=False,
     )
     return LlavaForConditionalGeneration(config)
 
 
-_BUILDERS: dict[str, Any] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TEXT)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TEXT)),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**{**TEXT, "pad_token_id": 0})),
+_BUILDERS: dict[str, Callable[[Config, Config], nn.Module]] = {
+    "llama": lambda text, _: LlamaForCausalLM(LlamaConfig(**text)),
+    "qwen2": lambda text, _: Qwen2ForCausalLM(Qwen2Config(**text)),
+    "phi3": lambda text, _: Phi3ForCausalLM(Phi3Config(**{**text, "pad_token_id": 0})),
     "llava": _llava,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen25_vl,
@@ -104,10 +107,21 @@ _BUILDERS: dict[str, Any] = {
 FAMILIES = tuple(_BUILDERS)
 
 
-def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A random model of ``family``, the same for the same seed."""
+def tiny_model(
+    family: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    text: Config | None = None,
+    tokens: Config | None = None,
+) -> nn.Module:
+    """A random model of ``family``, the same for the same seed.
+
+    Args:
+        text: changes to the language model's configuration.
+        tokens: ids of the vision tokens, for a model that is to have a tokenizer.
+    """
     torch.manual_seed(seed)
-    return _BUILDERS[family]().to(dtype).eval()
+    return _BUILDERS[family]({**TEXT, **(text or {})}, tokens or _VISION_TOKENS).to(dtype).eval()
 
 
 @functools.cache

@@ -248,6 +248,18 @@ REFUSALS: dict[str, tuple[Any, str]] = {
         lambda d: (rewrite(d, modules_to_save=["norm"]), _add(d, "base_model.model.model.norm.weight")),
         r"norm.*of modules_to_save only",
     ),
+    "saved_classifier": (
+        lambda d: (rewrite(d, modules_to_save=["classifier"]), _add(d, "base_model.model.classifier.weight")),
+        r"classifier.*of modules_to_save only score",
+    ),
+    "token_labels": (
+        lambda d: (
+            rewrite(d, modules_to_save=["score"], task_type="TOKEN_CLS"),
+            _add(d, "base_model.model.score.weight"),
+        ),
+        "labels every token",
+    ),
+    "unannounced_head": (lambda d: _add(d, "base_model.model.score.weight"), "fit no module.*score.weight"),
     "experts": (lambda d: _rename(d, "mlp.", "mlp.experts.0."), "routed experts"),
     "twice": (lambda d: _duplicate(d), "which .* adapts already"),
 }

@@ -10,7 +10,8 @@
                {"name": "find", "kind": "detect", "labels": ["cat"], "threshold": 0.5, "overlap": 0.5}],
      "metrics": {...}}
 
-Every key but ``format`` is optional. A head's weights: the tensors ``NAME.weight`` [outputs, hidden], ``NAME.bias``.
+Every key but ``format`` is optional. A head's weights: the tensors ``NAME.weight`` [outputs, hidden], ``NAME.bias``;
+those of a head ``score`` may be among the adapter's instead (``heads.saved``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.classify import ClassifyHead
 from vlora_sgl.heads.count import CountHead
 from vlora_sgl.heads.detect import DetectHead
+from vlora_sgl.heads.saved import SAVED_HEAD, saved_head, with_saved_head
 
 DESCRIPTION_FILE = "vlora_adapter.json"
 WEIGHTS_FILE = "vlora_heads.safetensors"
@@ -90,7 +92,7 @@ def read_description(directory: str | Path) -> AdapterDescription:
     """
     path = Path(directory) / DESCRIPTION_FILE
     if not path.is_file():
-        return AdapterDescription(activation=_peft_activation(Path(directory)))
+        return AdapterDescription(_peft_activation(Path(directory)), heads=with_saved_head({}, directory))
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -106,7 +108,8 @@ def read_description(directory: str | Path) -> AdapterDescription:
         raise HeadError(f"{path}: prompt must be a string and metrics an object")
     activation = data.get("activation")
     activation = _peft_activation(Path(directory)) if activation is None else _activation(activation, path)
-    return AdapterDescription(activation, prompt, _head_settings(data.get("heads", []), path), metrics)
+    heads = with_saved_head(_head_settings(data.get("heads", []), path), directory)
+    return AdapterDescription(activation, prompt, heads, metrics)
 
 
 def _activation(value: Any, where: Path) -> Activation:
@@ -187,10 +190,14 @@ def load_heads(
         if path.is_file():
             raise HeadError(f"{path} has weights of heads that {DESCRIPTION_FILE} does not describe")
         return {}
-    try:
-        tensors = load_file(path, device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise HeadError(f"{path} cannot be read: {error}") from error
+    tensors = {f"{SAVED_HEAD}.{part}": tensor for part, tensor in saved_head(directory).items()}
+    if tensors:
+        tensors.setdefault(f"{SAVED_HEAD}.bias", torch.zeros(len(tensors[f"{SAVED_HEAD}.weight"])))
+    if path.is_file() or not tensors:
+        try:
+            tensors |= load_file(path, device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise HeadError(f"{path} cannot be read: {error}") from error
     heads = {name: build_head(settings, hidden_size) for name, settings in description.heads.items()}
     expected = {f"{name}.{part}": (head, part) for name, head in heads.items() for part in ("weight", "bias")}
     if tensors.keys() != expected.keys():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vlora_sgl import _sgl
+from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.access import allowed_directory
 from vlora_sgl.lora.checkpoint import AdapterWeights, read_adapter
 from vlora_sgl.lora.layout import BaseLayout, layer_of
@@ -46,6 +47,19 @@ def load_adapter(manager: Any, lora_ref: Any) -> Any:
     manager.num_pinned_loras += int(bool(lora_ref.pinned))
     logger.info("adapter %s: %s", lora_ref.lora_name, weights.report)
     return manager.create_lora_update_result(success=True, error_message=str(weights.report))
+
+
+def pin_adapter(manager: Any, lora_ref: Any) -> Any:
+    """Pin or unpin an adapter that is loaded; ``lora_ref`` is its new reference."""
+    before = bool(manager.lora_refs[lora_ref.lora_id].pinned)
+    try:
+        if lora_ref.pinned and not before:
+            manager.check_pins()
+    except AdapterError as error:
+        return manager.create_lora_update_result(success=False, error_message=str(error))
+    manager.lora_refs[lora_ref.lora_id] = lora_ref
+    manager.num_pinned_loras += int(bool(lora_ref.pinned)) - int(before)
+    return manager.create_lora_update_result(success=True)
 
 
 def build_adapter(manager: Any, lora_id: str, weights: AdapterWeights) -> Any:

@@ -29,8 +29,8 @@ INDEX_NAME = WEIGHTS_NAME + ".index.json"
 _LORA_KEY = re.compile(
     r"^(?P<path>.+?)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?$"
 )
-# Whole layers PEFT saves beside an adapter that are heads on the last hidden state.
-_HEADS = ("score", "classifier")
+# The whole layer PEFT saves beside an adapter that is a head on the last hidden state (vlora_sgl/heads/saved.py).
+_HEAD = "score"
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SAMPLES = 3
@@ -222,11 +222,13 @@ def _sort_other(
         raise AdapterError(
             f"{key}: a saved {leaf} would replace the base model's for one adapter and cannot be served"
         )
-    if leaf in _HEADS:
+    if leaf == _HEAD and leaf in config.modules_to_save:
+        if config.raw.get("task_type") == "TOKEN_CLS":
+            raise AdapterError(f"{key}: labels every token, and a served head reads the last one")
         saved[f"{leaf}.{kind}"] = tensor
         return
     if leaf in config.modules_to_save or "modules_to_save" in path:
-        raise AdapterError(f"{key}: of modules_to_save only {' and '.join(_HEADS)} can be served")
+        raise AdapterError(f"{key}: of modules_to_save only {_HEAD} can be served")
     unknown.append(key)
 
 

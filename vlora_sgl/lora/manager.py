@@ -17,9 +17,9 @@ import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, row_pairs
-from vlora_sgl.errors import ConfigError, UnknownAdapterError
+from vlora_sgl.errors import AdapterError, ConfigError, UnknownAdapterError
 from vlora_sgl.kernels.merge import FoldTarget, MergeTable
-from vlora_sgl.lora.adapter import load_adapter
+from vlora_sgl.lora.adapter import load_adapter, pin_adapter
 from vlora_sgl.lora.layers import wrap_layer
 from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 from vlora_sgl.server_args import VLoraArgs
@@ -173,10 +173,10 @@ class VLoraManager(_sgl.LoRAManager):
         merged = plan.merged_adapter
         if merged is not None:
             mixed = any(adapter != merged for adapter in adapters)
-            needed = {None, merged, *adapters}
             if (
                 self.refusal(merged) is not None
-                or len(needed) > self.max_loras_per_batch
+                # Pinned adapters keep their slots whatever the plan needs.
+                or not self.validate_lora_batch({merged, *adapters})
                 # Only ATMM can take the folded adapter out again row by row.
                 or (mixed and not self._routed)
             ):
@@ -311,8 +311,52 @@ class VLoraManager(_sgl.LoRAManager):
             yield
         caller.wait_stream(self._forward_stream)
 
+    def validate_new_adapter(self, lora_config: Any, lora_ref: Any) -> None:
+        """Whether the pool can hold an adapter. Names are the front's: a replacement has its predecessor's.
+
+        Raises:
+            AdapterError: its rank or its kinds of modules have no room in the pool, or there are too many pins.
+        """
+        pool = getattr(self, "memory_pool", None)
+        if pool is not None and lora_config.r > pool.max_lora_rank:
+            raise AdapterError(
+                f"rank {lora_config.r} does not fit the slots of rank {pool.max_lora_rank} (--max-lora-rank)"
+            )
+        if pool is not None and not pool.can_support(lora_config):
+            raise AdapterError(
+                f"adapts {', '.join(sorted(lora_config.target_modules))}; the slots hold "
+                f"{', '.join(sorted(pool.target_modules))} (--lora-target-modules)"
+            )
+        if lora_ref.pinned:
+            self.check_pins()
+
+    def check_pins(self) -> None:
+        """Whether one more adapter may be pinned: the base model keeps a slot, and one must stay for everybody else.
+
+        Raises:
+            AdapterError: it may not.
+        """
+        limit = self.max_loras_per_batch - 2
+        if self.num_pinned_loras >= limit:
+            raise AdapterError(
+                f"{self.num_pinned_loras} adapters are pinned; --max-loras-per-batch={self.max_loras_per_batch} "
+                f"allows {limit}, so that a slot stays for the others"
+            )
+
+    def adapter_state(self) -> dict[str, dict[str, Any]]:
+        """Of every adapter in memory, by id: its slot (``None``: host memory only), rank, bytes, kinds of modules."""
+        return {
+            uid: {
+                "slot": self.memory_pool.uid_to_buffer_id.get(uid),
+                "rank": adapter.config.r,
+                "host_bytes": adapter.report.nbytes,
+                "digest": adapter.report.digest,
+            }
+            for uid, adapter in self.loras.items()
+        }
+
     def _load_lora_adapter(self, lora_ref: Any) -> Any:
-        return load_adapter(self, lora_ref)
+        return pin_adapter(self, lora_ref) if lora_ref.lora_id in self.loras else load_adapter(self, lora_ref)
 
     def load_lora_weights(self, lora_ref: Any) -> None:
         """Take over the adapter that ``load_adapter`` has read and checked."""

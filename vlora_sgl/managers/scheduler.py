@@ -12,6 +12,7 @@ from vlora_sgl.core import BatchPlan, InferenceMode
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.managers.adapter_manager import SlotResidency
 from vlora_sgl.managers.cost_table import CostTable, ModelShape, table_for
+from vlora_sgl.managers.draining import AdapterDraining
 from vlora_sgl.managers.head_requests import HeadRequests
 from vlora_sgl.managers.iteration_log import IterationLog
 from vlora_sgl.managers.metrics import VLoraMetrics
@@ -28,7 +29,7 @@ METRICS_EVERY = 16
 """Decode iterations between two updates of the metrics; prefills always update them."""
 
 
-class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
+class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler):
     """One per rank, in the scheduler process.
 
     Before SGLang forms a batch, ``get_new_batch_prefill`` asks the policy for a plan; the plan orders the waiting
@@ -199,6 +200,7 @@ class VLoraScheduler(HeadRequests, PrefixReuse, _sgl.Scheduler):
             "reuse": self.reuse_state(),
             "encoder": self.encoder_cache.state(),
             "heads": self.head_totals,
+            "adapters": self.lora_manager.adapter_state() if self.lora_manager is not None else {},
         }
 
 

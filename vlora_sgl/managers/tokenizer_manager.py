@@ -3,83 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-from fastapi import HTTPException
 
 from vlora_sgl import _sgl
 from vlora_sgl.bake.manifest import BASE_DELTA, BakedModel, read_baked
-from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests, head_of
+from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse, UnknownModelResponse
 from vlora_sgl.managers.planner import latency_constraint
 from vlora_sgl.managers.request_states import RequestStates
-from vlora_sgl.mixes.spec import is_mix, member_names
 
 OUR_META_INFO = frozenset({"vlora_reuse", HEAD_KEY})
 """Keys of ``meta_info`` that the scheduler fills: what a request reused, and what its head said."""
 
 
-class UnknownAdapterResponse(UnknownAdapterError, HTTPException, ValueError):
-    """The same error as an HTTP 404, for both of SGLang's protocols (one catches ValueError, one HTTPException)."""
-
-    def __init__(self, name: str, loaded: Any) -> None:
-        UnknownAdapterError.__init__(self, name, loaded)
-        self.status_code = self.http_status
-        self.detail = str(self)
-        self.headers = None
-
-
-@dataclass(frozen=True)
-class LoadReply:
-    """SGLang's reply to a load that succeeded, and what of the adapter matched."""
-
-    success: bool
-    loaded_adapters: Any
-    report: str
-    error_message: str = ""
-
-
-class VLoraTokenizerManager(_sgl.TokenizerManager):
+class VLoraTokenizerManager(AdapterLifecycle, _sgl.TokenizerManager):
     """SGLang's tokenizer manager, which resolves adapter names before a request enters the engine."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rid_to_state = RequestStates()
-        self.mix_members: dict[str, tuple[str, ...]] = {}
         baked = read_baked(self.server_args.model_path)
         # Where the caller chose other adapters, names mean what they mean in any other engine.
         self.baked = baked if baked is not None and BASE_DELTA in self.lora_ref_cache else None
-
-    async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
-        """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.report``)."""
-        result = await super().load_lora_adapter(obj, _)
-        if not result.success:
-            return result
-        if is_mix(obj.lora_path):
-            self.mix_members[obj.lora_name] = member_names(obj.lora_path, obj.lora_name)
-        return LoadReply(success=True, loaded_adapters=result.loaded_adapters, report=result.error_message or "")
-
-    async def unload_lora_adapter(self, obj: Any, _: Any = None) -> Any:
-        """Unload an adapter for good: SGLang would load it again at the next request that names it.
-
-        A member of a mix that is loaded stays, and the reply says so.
-        """
-        users = sorted(mix for mix, members in self.mix_members.items() if obj.lora_name in members)
-        if users:
-            message = f"adapter {obj.lora_name!r} is a member of {', '.join(users)}; unload that first"
-            return _sgl.LoadLoRAAdapterReqOutput(success=False, error_message=message)
-        result = await super().unload_lora_adapter(obj, _)
-        if result.success:
-            self.lora_ref_cache.pop(obj.lora_name, None)
-            self.mix_members.pop(obj.lora_name, None)
-        return result
-
-    async def load_lora_adapter_from_tensors(self, obj: Any, _: Any = None) -> Any:
-        """Refuses: these tensors arrive pickled, and SGLang's route for them asks for no admin key."""
-        return _sgl.LoadLoRAAdapterReqOutput(
-            success=False, error_message="adapters are loaded from safetensors only, never from serialized tensors"
-        )
 
     async def _tokenize_one_request(self, obj: Any) -> Any:
         """Tokenize, once the latency constraint is known to be one.
@@ -97,17 +42,23 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         ``meta_info["vlora"]["adapter"]`` says which adapter served.
         """
         asked = obj.lora_path
-        async for out in super().generate_request(obj, request):
-            for one in out if isinstance(out, list) else (out,):
-                meta_info = one.get("meta_info", {})
-                for key in OUR_META_INFO & meta_info.keys():
-                    value = next(iter(meta_info.pop(key)), None)
-                    if value is not None:
-                        meta_info[key] = value
-                if HEAD_KEY in meta_info:
-                    one["text"] = answer_text(meta_info[HEAD_KEY])  # the sampled token means nothing
-            name_adapters(out, asked)
-            yield out
+        obj.lora_id = None  # the engine's own name for an adapter; an id that it does not know would end it
+        answers = super().generate_request(obj, request)
+        try:
+            async for out in answers:
+                for one in out if isinstance(out, list) else (out,):
+                    meta_info = one.get("meta_info", {})
+                    for key in OUR_META_INFO & meta_info.keys():
+                        value = next(iter(meta_info.pop(key)), None)
+                        if value is not None:
+                            meta_info[key] = value
+                    if HEAD_KEY in meta_info:
+                        one["text"] = answer_text(meta_info[HEAD_KEY])  # the sampled token means nothing
+                name_adapters(out, asked)
+                yield out
+        finally:
+            await answers.aclose()
+            await self.lora_registry.let_go(obj.lora_id)
 
     async def _validate_and_resolve_lora(self, obj: Any) -> None:
         """Check what a request says of heads and images, then SGLang's resolution.
@@ -123,19 +74,6 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
             obj.mm_hashes = None
         forget_claimed_hashes(getattr(obj, "image_data", None))
         await super()._validate_and_resolve_lora(obj)
-
-    async def _resolve_lora_path(self, obj: Any) -> None:
-        """Resolve names to ids.
-
-        Raises:
-            UnknownAdapterError: a name that is not loaded.
-        """
-        names = [obj.lora_path] if isinstance(obj.lora_path, str) else obj.lora_path
-        known = self.lora_registry.get_all_adapters()
-        for name in names:
-            if name is not None and name not in known and name not in self.lora_ref_cache:
-                raise UnknownAdapterResponse(name, known)
-        await super()._resolve_lora_path(obj)
 
 
 def forget_claimed_hashes(image_data: Any) -> None:
@@ -179,18 +117,21 @@ def resolve_model_name(original: Any, self: Any, request_model: str, explicit_lo
     Besides ``base:adapter``, a bare adapter name is accepted, because ``/v1/models`` lists adapters by it.
 
     Raises:
-        UnknownAdapterError: ``model`` is neither the served model, an adapter, nor ``base:adapter`` of a loaded one.
+        UnknownModelResponse: ``base:adapter`` with an adapter that is loaded, of a base model that is not served.
+        UnknownAdapterResponse: anything else but the served model, an adapter, or ``base:adapter`` of a loaded one.
     """
     manager = self.tokenizer_manager
     if not manager.server_args.enable_lora:
         return original(self, request_model, explicit_lora_path)
-    adapters = manager.lora_registry.get_all_adapters()
+    adapters = manager.lora_ref_cache
     if request_model in adapters:
         return request_model
     served = {manager.served_model_name, manager.server_args.model_path, "default"}
-    base, separator, adapter = request_model.partition(":")
+    base, separator, adapter = (part.strip() for part in request_model.partition(":"))
     if request_model in served:
         return explicit_lora_path
-    if separator and base.strip() in served and adapter.strip() in adapters:
-        return adapter.strip()
-    raise UnknownAdapterResponse(adapter.strip() if separator else request_model, adapters)
+    if separator and base in served and adapter in adapters:
+        return adapter
+    if separator and adapter in adapters:
+        raise UnknownModelResponse(base, manager.served_model_name, adapters)
+    raise UnknownAdapterResponse(adapter if separator and base in served else request_model, adapters)

@@ -1,0 +1,145 @@
+"""The front's book-keeping, with an engine that answers at once: who is counted, what leaves, what a name means."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vlora_sgl import _sgl
+from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse
+
+
+class Stock:
+    """What SGLang's tokenizer manager brings along."""
+
+    def init_lora(self) -> None:
+        self.lora_update_lock = asyncio.Lock()
+        self.lora_ref_cache: dict[str, Any] = {}
+
+    async def _resolve_lora_path(self, obj: Any) -> None:
+        obj.lora_id = await self.lora_registry.acquire(obj.lora_path)  # type: ignore[attr-defined]
+
+
+class Front(AdapterLifecycle, Stock):
+    served_model_name = "base"
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.server_args = SimpleNamespace(enable_lora=True, dp_size=1, lora_paths=None, max_loaded_loras=limit)
+        self.held: dict[str, str] = {}
+        self.refuse = False
+        self.init_lora()
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    async def update_lora_adapter_communicator(self, message: Any) -> list[Any]:
+        if self.refuse and isinstance(message, _sgl.LoadLoRAAdapterReqInput):
+            return [_sgl.LoadLoRAAdapterReqOutput(success=False, error_message="refused")]
+        if isinstance(message, _sgl.LoadLoRAAdapterReqInput):
+            self.held[message.lora_id] = message.lora_path
+        else:
+            del self.held[message.lora_id]
+        return [_sgl.LoadLoRAAdapterReqOutput(success=True, error_message="report")]
+
+    async def load(self, name: str, pinned: bool = False) -> Any:
+        return await self.load_lora_adapter(
+            _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=f"/{name}", pinned=pinned)
+        )
+
+    async def unload(self, name: str) -> Any:
+        return await self.unload_lora_adapter(_sgl.UnloadLoRAAdapterReqInput(lora_name=name))
+
+    async def begin(self, *names: str | None) -> Any:
+        request = SimpleNamespace(lora_path=list(names), lora_id=None)
+        await self._resolve_lora_path(request)
+        return request
+
+    async def end(self, request: Any) -> None:
+        await self.lora_registry.let_go(request.lora_id)
+
+
+def run(scenario: Any) -> None:
+    asyncio.run(scenario)
+
+
+def test_an_unload_waits_for_requests_and_its_name_is_gone_at_once() -> None:
+    async def scenario() -> None:
+        front = Front()
+        await front.load("a")
+        request = await front.begin("a", None, "a")
+        unloading = asyncio.create_task(front.unload("a"))
+        await asyncio.sleep(0)
+        with pytest.raises(UnknownAdapterResponse):
+            await front.begin("a")
+        assert (await front.load("a")).success  # another load of that name does not wait
+        await asyncio.sleep(0.01)
+        assert not unloading.done() and len(front.held) == 2
+        await front.end(request)
+        assert (await unloading).success and len(front.held) == 1
+        assert not (await front.unload("never")).success
+
+    run(scenario())
+
+
+def test_a_replacement_is_for_requests_to_come() -> None:
+    async def scenario() -> None:
+        front = Front()
+        await front.load("a")
+        before = await front.begin("a")
+        assert (await front.reload_lora_adapter("a", "/other")).report == "report"
+        after = await front.begin("a")
+        assert after.lora_id != before.lora_id
+        assert [front.held[i] for r in (before, after) for i in r.lora_id] == ["/a", "/other"]
+        await front.end(before)
+        await asyncio.sleep(0.01)
+        assert list(front.held.values()) == ["/other"]
+        front.refuse = True
+        assert not (await front.reload_lora_adapter("a", "/bad")).success
+        assert (await front.begin("a")).lora_id == after.lora_id
+
+    run(scenario())
+
+
+def test_the_least_recent_idle_adapter_goes_to_disk_and_comes_back() -> None:
+    async def scenario() -> None:
+        front = Front(limit=2)
+        await front.load("a")
+        await front.load("b")
+        busy = await front.begin("a")
+        await front.load("c")
+        assert sorted(front.held.values()) == ["/a", "/c"], "b had no users"
+        await asyncio.gather(*(front.begin("b") for _ in range(3)))
+        assert sorted(front.held.values()) == ["/a", "/b"], "it came back, once"
+        await front.end(busy)
+        assert (await front.unload("c")).success, "what is on disk only can be unloaded too"
+        with pytest.raises(UnknownAdapterResponse):
+            await front.begin("c")
+
+    run(scenario())
+
+
+def test_a_pin_survives_a_replacement() -> None:
+    async def scenario() -> None:
+        front = Front()
+        await front.load("a", pinned=True)
+        await front.reload_lora_adapter("a", "/other")
+        await asyncio.sleep(0.01)
+        assert front.lora_registry.get("a").pinned and list(front.held.values()) == ["/other"]
+        await front.pin_lora_adapter("a", False)
+        assert not front.lora_registry.get("a").pinned
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("name", ["", "base", "default"])
+def test_names_that_mean_something_else_are_refused(name: str) -> None:
+    run_result: list[Any] = []
+
+    async def scenario() -> None:
+        run_result.append(await Front().load(name))
+
+    run(scenario())
+    assert not run_result[0].success and run_result[0].error_message

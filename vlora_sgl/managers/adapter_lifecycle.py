@@ -1,0 +1,339 @@
+"""Adapters' lives as the front of the engine sees them: loaded, pinned, replaced, put out to disk, unloaded.
+
+A name is the user's; an id is one load of one content. A request resolves its names once, on entry, and keeps what it
+got until it ends: an adapter that is replaced or unloaded meanwhile stays for as long as such requests run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import HTTPException
+
+from vlora_sgl import _sgl
+from vlora_sgl.errors import AdapterError, UnknownAdapterError
+from vlora_sgl.mixes.spec import is_mix, member_names
+
+# SGLang's tokenizer manager, of which this is one side.
+Base: Any = object
+
+
+class UnknownAdapterResponse(UnknownAdapterError, HTTPException, ValueError):
+    """The same error as an HTTP 404, for both of SGLang's protocols (one catches ValueError, one HTTPException)."""
+
+    def __init__(self, name: str, loaded: Iterable[str]) -> None:
+        UnknownAdapterError.__init__(self, name, loaded)
+        self.status_code = self.http_status
+        self.detail = str(self)
+        self.headers = None
+
+
+class UnknownModelResponse(UnknownAdapterResponse):
+    """A base model that this server does not serve, before the name of an adapter that it does.
+
+    Args:
+        name: the base model asked for.
+        served: the base model's name.
+        loaded: names of adapters.
+    """
+
+    def __init__(self, name: str, served: str, loaded: Iterable[str]) -> None:
+        super().__init__(name, loaded)
+        self.detail = (
+            f"no model named {name!r}; the base model is {served!r}, adapters (alone or as {served}:ADAPTER) are: "
+            f"{', '.join(self.loaded)}"
+        )
+        self.args = (self.detail,)
+
+
+@dataclass(frozen=True)
+class LoadReply:
+    """SGLang's reply to a load that succeeded, and what of the adapter matched."""
+
+    success: bool
+    loaded_adapters: Any
+    report: str
+    error_message: str = ""
+
+
+class AdapterRegistry(_sgl.LoRARegistry):
+    """SGLang's table of names, with users counted by request.
+
+    SGLang 0.5.17 counts a user per row on entry and takes one off per finished row. Requests that are refused after
+    their names were resolved, or aborted in the queue, are never taken off, and ``n > 1`` takes off one too many; an
+    unload of such an adapter waits for ever, and every load behind it. Here a request gives back what it took, once,
+    when it ends (``let_go``).
+    """
+
+    async def release(self, lora_id: Any) -> None:
+        """Called by SGLang per finished row: nothing to do."""
+
+    async def let_go(self, lora_id: str | Sequence[str | None] | None) -> None:
+        """Give back what ``acquire`` counted for a request."""
+        for one in [lora_id] if lora_id is None or isinstance(lora_id, str) else lora_id:
+            counter = self._counters.get(one)
+            if counter is not None:
+                await counter.decrement()
+
+    def users(self, lora_id: str) -> int:
+        """Rows of requests that use this adapter now."""
+        counter = self._counters.get(lora_id)
+        return 0 if counter is None else counter.value()
+
+    def get(self, name: str) -> Any:
+        """The adapter of that name in memory, or ``None``."""
+        return self._registry.get(name)
+
+    def put(self, ref: Any, anew: bool = True) -> None:
+        """Let a name mean this adapter from now on; ``anew`` unless it is the same load of it (another pin)."""
+        if anew:
+            self._registry.pop(ref.lora_name, None)
+            self._register_adapter(ref)
+        else:
+            self._registry[ref.lora_name] = ref
+
+    def take(self, name: str) -> None:
+        """Let a name mean nothing; requests of it go on."""
+        del self._registry[name]
+
+    def least_needed(self, keep: Collection[str]) -> Any:
+        """What leaves memory first: neither pinned nor kept, without users if there is one such, the least recent."""
+        loose = [ref for ref in self._registry.values() if not ref.pinned and ref.lora_name not in keep]
+        return next((ref for ref in loose if not self.users(ref.lora_id)), loose[0] if loose else None)
+
+
+class AdapterLifecycle(Base):
+    """Mixed into the tokenizer manager, before SGLang's class.
+
+    ``lora_registry`` holds what is in memory, ``lora_ref_cache`` every name that is loaded, also those that
+    ``--max-loaded-loras`` put out to disk and that come back when a request names them. Members of a mix stay as they
+    are as long as it is loaded.
+    """
+
+    def init_lora(self) -> None:
+        """SGLang's, with our registry."""
+        super().init_lora()
+        self.lora_registry = AdapterRegistry(self.server_args.lora_paths)
+        self.mix_members: dict[str, tuple[str, ...]] = {}
+        self._retiring: set[asyncio.Task[Any]] = set()
+        for ref in self.lora_ref_cache.values():
+            self._note_mix(ref)
+
+    # Names
+
+    def check_adapter_names(self, names: str | Sequence[str | None] | None) -> None:
+        """Whether every adapter that a request names is loaded.
+
+        Raises:
+            UnknownAdapterResponse: one is not.
+        """
+        for name in names if isinstance(names, list) else [names]:
+            if name is not None and name not in self.lora_ref_cache:
+                raise UnknownAdapterResponse(str(name), self.lora_ref_cache)
+
+    async def _resolve_lora_path(self, obj: Any) -> None:
+        """Resolve names to ids; bring what is only on disk back to memory first.
+
+        Raises:
+            UnknownAdapterResponse: a name that is not loaded.
+        """
+        self.check_adapter_names(obj.lora_path)
+        for name in dict.fromkeys(obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]):
+            if name is not None and self.lora_registry.get(name) is None:
+                await self._revive(name)
+        await super()._resolve_lora_path(obj)
+
+    async def _revive(self, name: str) -> None:
+        async with self.lora_update_lock:
+            if self.lora_registry.get(name) is not None:
+                return  # another request was first
+            self.check_adapter_names(name)
+            ref = self.lora_ref_cache[name]
+            result = await self._load(name, ref.lora_path, bool(ref.pinned))
+        if not result.success:
+            raise AdapterError(
+                f"adapter {name!r} was put out to disk and cannot be read again: {result.error_message}"
+            )
+
+    # Lives
+
+    async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
+        """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.report``)."""
+        self.auto_create_handle_loop()
+        refusal = self._why_not_load(obj.lora_name)
+        if refusal is not None:
+            return self._refused(refusal)
+        async with self.lora_update_lock:
+            if obj.lora_name in self.lora_ref_cache:
+                return self._refused(
+                    f"adapter {obj.lora_name!r} is loaded already; /reload_lora_adapter puts another in its place"
+                )
+            return _reply(await self._load(obj.lora_name, obj.lora_path, bool(obj.pinned)))
+
+    async def load_lora_adapter_from_tensors(self, obj: Any, _: Any = None) -> Any:
+        """Refuses: these tensors arrive pickled."""
+        return self._refused("adapters are loaded from safetensors only, never from serialized tensors")
+
+    async def reload_lora_adapter(self, name: str, path: str | None = None) -> Any:
+        """Put another content (or another directory) behind a name, at once for all requests to come.
+
+        Requests that run keep the adapter they began with; it leaves memory when the last of them ends. If the new
+        content is refused, the old one stays.
+
+        Raises:
+            UnknownAdapterResponse: nothing of that name is loaded.
+        """
+        self.auto_create_handle_loop()
+        async with self.lora_update_lock:
+            self.check_adapter_names(name)
+            if mixes := self._mixes_of(name):
+                return self._refused(f"adapter {name!r} is a member of {mixes}; unload that first")
+            known, old = self.lora_ref_cache[name], self.lora_registry.get(name)
+            pinned = bool(known.pinned)
+            # The old one holds the pin until it is gone.
+            result = await self._load(name, path or known.lora_path, pinned and old is None)
+        if result.success and old is not None:
+            task = asyncio.create_task(self._retire(old, repin=name if pinned else None))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+        return _reply(result)
+
+    async def unload_lora_adapter(self, obj: Any, _: Any = None) -> Any:
+        """Unload an adapter for good: its name is unknown at once, its memory free when its last request has ended."""
+        self.auto_create_handle_loop()
+        async with self.lora_update_lock:
+            if mixes := self._mixes_of(obj.lora_name):
+                return self._refused(f"adapter {obj.lora_name!r} is a member of {mixes}; unload that first")
+            known, ref = self.lora_ref_cache.pop(obj.lora_name, None), self.lora_registry.get(obj.lora_name)
+            self.mix_members.pop(obj.lora_name, None)
+            if known is None:
+                return self._refused(str(UnknownAdapterError(str(obj.lora_name), self.lora_ref_cache)))
+            if ref is None:  # on disk only
+                return _sgl.LoadLoRAAdapterReqOutput(success=True, loaded_adapters=self._loaded())
+            self.lora_registry.take(obj.lora_name)
+        return await self._retire(ref)
+
+    async def pin_lora_adapter(self, name: str, pinned: bool) -> Any:
+        """Let an adapter keep its device slot, or no longer.
+
+        Raises:
+            UnknownAdapterResponse: nothing of that name is loaded.
+        """
+        self.auto_create_handle_loop()
+        self.check_adapter_names(name)
+        if name in self.mix_members:
+            return self._refused("a mix has no slot of its own; pin its members")
+        if self.lora_registry.get(name) is None:
+            await self._revive(name)
+        async with self.lora_update_lock:
+            self.check_adapter_names(name)
+            return await self._pin(name, pinned)
+
+    async def list_lora_adapters(self) -> list[dict[str, Any]]:
+        """Every loaded adapter: where its nearest copy is, what it is, who uses it."""
+        self.auto_create_handle_loop()
+        (state, *_) = await self.get_internal_state()
+        held = state["vlora"]["adapters"]
+        rows = []
+        for name, ref in self.lora_ref_cache.items():
+            here = self.lora_registry.get(name)
+            known = held.get(here.lora_id, {}) if here is not None else {}
+            tier = "disk" if here is None else "host" if known.get("slot") is None else "device"
+            rows.append(
+                {
+                    "name": name,
+                    "path": ref.lora_path,
+                    "pinned": bool(ref.pinned),
+                    "residency": tier,
+                    "users": 0 if here is None else self.lora_registry.users(here.lora_id),
+                    **known,
+                }
+            )
+        return rows
+
+    # Steps of them; each but the last under the lock
+
+    async def _load(self, name: str, path: str, pinned: bool) -> Any:
+        ref = _sgl.LoRARef(lora_name=name, lora_path=path, pinned=pinned)
+        result = await self._tell_engine(
+            _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=path, pinned=pinned, lora_id=ref.lora_id)
+        )
+        if result.success:
+            self.lora_registry.put(ref)
+            self.lora_ref_cache[name] = ref
+            self._note_mix(ref)
+            await self._make_room()
+        result.loaded_adapters = self._loaded()
+        return result
+
+    async def _make_room(self) -> None:
+        limit = self.server_args.max_loaded_loras
+        while limit is not None and self.lora_registry.num_registered_loras > limit:
+            ref = self.lora_registry.least_needed(keep={one for some in self.mix_members.values() for one in some})
+            if ref is None:
+                return
+            self.lora_registry.take(ref.lora_name)
+            await self._retire(ref)
+
+    async def _pin(self, name: str, pinned: bool) -> Any:
+        old = self.lora_registry.get(name)
+        # To the engine, a load of an id that it has is a change of its pin.
+        result = await self._tell_engine(
+            _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=old.lora_path, pinned=pinned, lora_id=old.lora_id)
+        )
+        if result.success:
+            ref = _sgl.LoRARef(lora_id=old.lora_id, lora_name=name, lora_path=old.lora_path, pinned=pinned)
+            self.lora_registry.put(ref, anew=False)
+            self.lora_ref_cache[name] = ref
+        return result
+
+    async def _retire(self, ref: Any, repin: str | None = None) -> Any:
+        """Wait until nobody uses an adapter that has lost its name, and have the engine forget it."""
+        await self.lora_registry.wait_for_unload(ref.lora_id)
+        result = await self._tell_engine(_sgl.UnloadLoRAAdapterReqInput(lora_name=ref.lora_name, lora_id=ref.lora_id))
+        if repin is not None and self.lora_registry.get(repin) is not None:
+            async with self.lora_update_lock:
+                await self._pin(repin, True)
+        result.loaded_adapters = self._loaded()
+        return result
+
+    async def _tell_engine(self, message: Any) -> Any:
+        """What the engine's ranks reply; a failure if any failed."""
+        results = await self.update_lora_adapter_communicator(message)
+        return next((result for result in results if not result.success), results[0])
+
+    def _why_not_load(self, name: Any) -> str | None:
+        args = self.server_args
+        if not args.enable_lora:
+            return "adapters are off; start the server with --enable-lora"
+        if args.dp_size != 1:
+            return f"adapters cannot be loaded at run time with --dp-size={args.dp_size}"
+        if not isinstance(name, str) or not name.strip():
+            return f"an adapter needs a name, got {name!r}"
+        if name in (self.served_model_name, "default"):
+            return f"{name!r} is the base model's name"
+        return None
+
+    def _note_mix(self, ref: Any) -> None:
+        self.mix_members.pop(ref.lora_name, None)
+        if is_mix(ref.lora_path):
+            self.mix_members[ref.lora_name] = member_names(ref.lora_path, ref.lora_name)
+
+    def _mixes_of(self, name: str) -> str:
+        """The mixes that an adapter is a member of, for a message."""
+        return ", ".join(sorted(mix for mix, members in self.mix_members.items() if name in members))
+
+    def _loaded(self) -> dict[str, str]:
+        return {name: ref.lora_path for name, ref in self.lora_ref_cache.items()}
+
+    def _refused(self, reason: str) -> Any:
+        return _sgl.LoadLoRAAdapterReqOutput(success=False, error_message=reason, loaded_adapters=self._loaded())
+
+
+def _reply(result: Any) -> Any:
+    if not result.success:
+        return result
+    return LoadReply(success=True, loaded_adapters=result.loaded_adapters, report=result.error_message or "")

@@ -1,0 +1,112 @@
+"""HTTP for adapters, beside SGLang's ``/load_lora_adapter`` and ``/unload_lora_adapter``: list, replace, pin.
+
+Two of SGLang's own routes are put right on the way: ``/v1/models`` and ``/v1/models/NAME`` know every adapter, and a
+streaming ``/generate`` refuses an unknown adapter with a status instead of an event in a stream that began with 200.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
+from vlora_sgl import _sgl
+
+admin = _sgl.auth_level(_sgl.AuthLevel.ADMIN_OPTIONAL)
+
+
+class ReloadRequest(BaseModel):
+    """Which adapter to replace, and with what."""
+
+    lora_name: str
+    lora_path: str | None = Field(None, description="left out: the directory it was loaded from, read again")
+
+
+class PinRequest(BaseModel):
+    """Whether an adapter keeps its device slot."""
+
+    lora_name: str
+    pinned: bool = True
+
+
+async def list_adapters(request: Request) -> dict[str, Any]:
+    """Every loaded adapter, with the tier of its nearest copy: device, host or disk."""
+    return {"adapters": await _manager(request).list_lora_adapters()}
+
+
+@admin
+async def reload_adapter(body: ReloadRequest, request: Request) -> JSONResponse:
+    """Replace an adapter for the requests to come; those that run keep the one they began with."""
+    return _answer(await _manager(request).reload_lora_adapter(body.lora_name, body.lora_path))
+
+
+@admin
+async def pin_adapter(body: PinRequest, request: Request) -> JSONResponse:
+    """Let an adapter keep its device slot, or no longer."""
+    return _answer(await _manager(request).pin_lora_adapter(body.lora_name, body.pinned))
+
+
+async def list_models(request: Request) -> Any:
+    """SGLang's list, with the adapters that are on disk until somebody asks for them."""
+    models = await _sgl.http_server.available_models()
+    listed = {card.id for card in models.data}
+    parent = _manager(request).served_model_name
+    for name, ref in _manager(request).lora_ref_cache.items():
+        if name not in listed:
+            models.data.append(type(models.data[0])(id=name, root=ref.lora_path, parent=parent))
+    return models
+
+
+async def retrieve_model(model: str, request: Request) -> Any:
+    """The entry of that list; SGLang's 404 where there is none."""
+    card = next((card for card in (await list_models(request)).data if card.id == model), None)
+    return card if card is not None else await _sgl.http_server.retrieve_model(model)
+
+
+async def generate(obj: _sgl.GenerateReqInput, request: Request) -> Any:
+    """SGLang's, once a stream's adapters are known to exist.
+
+    Raises:
+        UnknownAdapterResponse: one does not.
+    """
+    if obj.stream:
+        _manager(request).check_adapter_names(obj.lora_path)
+    return await _sgl.http_server.generate_request(obj, request)
+
+
+ROUTES: dict[str, tuple[str, Any]] = {
+    "/lora_adapters": ("GET", list_adapters),
+    "/reload_lora_adapter": ("POST", reload_adapter),
+    "/pin_lora_adapter": ("POST", pin_adapter),
+    "/v1/models": ("GET", list_models),
+    "/v1/models/{model:path}": ("GET", retrieve_model),
+}
+
+
+def mount(app: Any) -> None:
+    """Add the routes to SGLang's application, before it starts.
+
+    One by one: SGLang's guard looks for the admin mark in the application's own list, where FastAPI hides an included
+    router's routes.
+    """
+    server = _sgl.http_server
+    # The one route that changes adapters and that SGLang left open; it refuses, but only to those it should answer.
+    admin(server.load_lora_adapter_from_tensors)
+    replaced = (server.available_models, server.retrieve_model, server.generate_request)
+    for route in [route for route in app.router.routes if getattr(route, "endpoint", None) in replaced]:
+        app.router.routes.remove(route)
+        if route.endpoint is server.generate_request:
+            app.add_api_route(route.path, generate, methods=list(route.methods), response_class=route.response_class)
+    for path, (method, endpoint) in ROUTES.items():
+        app.add_api_route(path, endpoint, methods=[method])
+
+
+def _manager(request: Request) -> Any:
+    return request.app.state.openai_serving_chat.tokenizer_manager
+
+
+def _answer(result: Any) -> JSONResponse:
+    body = {name: getattr(result, name, None) for name in ("success", "error_message", "loaded_adapters", "report")}
+    return JSONResponse(body, status_code=200 if result.success else 400)
