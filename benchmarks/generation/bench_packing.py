@@ -38,7 +38,7 @@ def stubbed(kind: str, worlds: int) -> dict[str, Any]:
             world.asked.clear()
             ledger = Ledger(world, floors)
             if k == 0:
-                packing = fuse_by_search(world.names, ledger, extra=2 * n)
+                packing = fuse_by_search(world.names, ledger, extra=3 * n)
             else:
                 packing = fuse_greedily(random.Random(seed).sample(world.names, n), ledger)
             assert not any(ledger.broken(sequence) for sequence in packing)
@@ -63,7 +63,7 @@ def real(path: Path) -> dict[str, Any]:
     names = [one.spec.name for one in datasets]
     floors = {one.spec.name: one.spec.floor for one in datasets}
     ledger = Ledger(Learner(config, datasets), floors, config.output / "ledger.jsonl", config.digest)
-    extra = 2 * len(names) if config.extra is None else config.extra
+    extra = 3 * len(names) if config.extra is None else config.extra
     packing = fuse_by_search(names, ledger, extra, probe=config.probe > 0)
     trainings, bound = ledger.trainings, packing_bound(names, ledger)
     greedy = fuse_greedily(random.Random(config.seed).sample(names, len(names)), ledger)

@@ -69,7 +69,7 @@ class RunConfig:
         datasets: what to learn.
         lora: how an adapter learns one of them.
         order: ``given`` or ``random`` for the paper's fusion in that order, ``search`` for ours.
-        extra: more trainings that the search may take; by default two per data set.
+        extra: more trainings that the search may take; by default three per data set.
         probe: share of a full training that a probing run of the search takes; 0 for no probing.
         rehearsal: share of each earlier data set that is trained again with the next one.
         heads: train a vision head with every adapter; only data sets of one task type share an adapter then.

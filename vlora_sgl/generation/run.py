@@ -83,7 +83,7 @@ def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
 def pack(names: Sequence[str], ledger: Ledger, config: RunConfig) -> Packing:
     """Fuse data sets that may share adapters, in the configured order."""
     if config.order == "search":
-        extra = 2 * len(names) if config.extra is None else config.extra
+        extra = 3 * len(names) if config.extra is None else config.extra
         return fuse_by_search(names, ledger, extra, probe=config.probe > 0 and len(names) > 2)
     if config.order == "random":
         names = random.Random(config.seed).sample(names, len(names))
