@@ -2,7 +2,9 @@
 
 Runs tests/e2e/test_serving.py against a server with triton attention and decode graphs: every row of a mixed batch
 (base, A, B, A) must have the greedy tokens of its single run, equal to transformers + PEFT in float32 on the CPU.
-Takes about two minutes. Prints the card, the versions and the seconds; exits with pytest's status.
+``--modes`` adds every inference mode in bfloat16, and two tensor-parallel ranks where there are two cards.
+Takes about two minutes, four with ``--modes``. Prints the card, the versions and the seconds; exits with pytest's
+status.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--server-flags", default="", help="more flags for the server, in one string")
     parser.add_argument("--select", default="", help="pytest's -k: which of the checks to run")
+    parser.add_argument("--modes", action="store_true", help="also check every inference mode, and two ranks")
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
     options = parser.parse_args(argv)
     flags = SERVER_FLAGS.format(dtype=options.dtype, attention=options.attention_backend)
     flags = f"{flags} {options.server_flags}".strip()
     # A GPU machine may lack pytest's plugins that pyproject.toml's options ask for.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "tests/e2e/test_serving.py"]
+    command += ["tests/e2e/test_modes.py", "tests/e2e/test_tensor_parallel.py"] if options.modes else []
     command += ["-k", options.select] if options.select else []
     if options.dry_run:
         print(f"VLORA_TEST_SERVER_ARGS={flags!r}", *command)
