@@ -115,6 +115,24 @@ def test_refreshed_pristine_weights_are_what_restore_brings_back(device: torch.d
     assert all(torch.equal(t.weight, new) for t, new in zip(merge.targets, updated, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_warming_up_keeps_every_bit_and_compiles_what_folds_run() -> None:
+    merge = table(torch.device("cuda"), torch.float16)
+    before = [t.weight.clone() for t in merge.targets]
+    for pool in {id(t.lora_a): t.lora_a for t in merge.targets}.values():
+        pool.fill_(float("nan"))  # slots are not written before adapters come
+    merge.warm_up(64)
+    assert all(
+        torch.equal(t.weight.view(torch.int16), w.view(torch.int16))
+        for t, w in zip(merge.targets, before, strict=True)
+    )
+    compiled = sum(map(len, (cache[0] for cache in merge_kernel._merge_kernel.device_caches.values())))
+    for slot, rank in ((0, 16), (1, 32), (2, 48), (1, 64)):
+        merge.fold(merge.groups, slot=slot, rank=rank, scaling=1.0)
+    assert sum(map(len, (cache[0] for cache in merge_kernel._merge_kernel.device_caches.values()))) == compiled
+
+
 def test_nbytes_counts_one_read_and_one_write() -> None:
     merge = table(torch.device("cpu"), torch.float32)
     assert merge.nbytes(["down"]) == 2 * 4 * 33 * 37

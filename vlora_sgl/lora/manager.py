@@ -51,6 +51,7 @@ class VLoraManager(_sgl.LoRAManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._routed = kwargs.get("lora_backend") == ROUTED_BACKEND
         self._refused: dict[str, str | None] = {}
+        self._groups: dict[str, frozenset[str]] = {}
         self.incoming: dict[str, Any] = {}
         self._forward_stream: Any = None
         super().__init__(*args, **kwargs)
@@ -101,7 +102,9 @@ class VLoraManager(_sgl.LoRAManager):
                 targets.append(
                     FoldTarget(f"{name}[{index}]", group, weight[rows], pristine[rows], lora_a, lora_b[:, rows], index)
                 )
-        self.switcher = ModeSwitcher(MergeTable(targets))
+        table = MergeTable(targets)
+        table.warm_up(self.max_lora_rank)
+        self.switcher = ModeSwitcher(table)
         size = sum(w.numel() * w.element_size() for w in weights)
         logger.info("pristine copy of %d foldable weights: %.2f GB on %s", len(weights), size / 2**30, merge_copy)
 
@@ -126,6 +129,11 @@ class VLoraManager(_sgl.LoRAManager):
         return str(_sgl.get_target_module_name(name, self.target_modules))
 
     def _groups_of_adapter(self, adapter: str) -> frozenset[str]:
+        if adapter not in self._groups:
+            self._groups[adapter] = self._find_groups(adapter)
+        return self._groups[adapter]
+
+    def _find_groups(self, adapter: str) -> frozenset[str]:
         lora = self.loras[adapter]
         names = [name for layer in lora.layers for name in layer.weights] + list(lora.embedding_layers or ())
         found = set()
@@ -370,6 +378,7 @@ class VLoraManager(_sgl.LoRAManager):
         if self.plan.merged_adapter == lora_ref.lora_id:
             self.plan = BatchPlan(requests=(), mode=InferenceMode.UNMERGED)
         self._refused.pop(lora_ref.lora_id, None)
+        self._groups.pop(lora_ref.lora_id, None)
         return super()._unload_lora_adapter(lora_ref)
 
     def set_lora_module(self, module_name: str, module: Any) -> Any:

@@ -91,7 +91,7 @@ TILES = {
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot"])  # or slot 1 would be a kernel of its own, compiled at its first switch
 def _merge_kernel(
     like: tl.tensor,  # any pointer of the weights' element type; never read
     table: tl.tensor,  # [targets, COLUMNS] int64
@@ -230,6 +230,18 @@ class MergeTable:
             return
         for t in self._members(wanted):
             t.weight.copy_(t.pristine)
+
+    def warm_up(self, max_rank: int) -> None:
+        """Compile what folds of ranks up to ``max_rank`` run, so that no switch waits for it; weights keep their bits.
+
+        Ranks that are no multiple of 16 are compiled at their first switch.
+        """
+        smallest = [min(self.groups, key=lambda group: self.nbytes([group]))]
+        rank = 16
+        while rank < 2 * max_rank and self.device.type == "cuda":
+            self.fold(smallest, slot=0, rank=min(rank, max_rank), scaling=0.0)
+            rank *= 2
+        self.restore(smallest)
 
     def refresh_pristine(self) -> None:
         """Take the present weights as the pristine ones, after the base model was updated, on the current stream."""
