@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +118,23 @@ def test_the_least_recent_idle_adapter_goes_to_disk_and_comes_back() -> None:
         assert (await front.unload("c")).success, "what is on disk only can be unloaded too"
         with pytest.raises(UnknownAdapterResponse):
             await front.begin("c")
+
+    run(scenario())
+
+
+def test_a_member_of_a_mix_stays_as_it_is(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        front = Front(limit=2)
+        (tmp_path / "vlora_mix.json").write_text('{"router": "vocabulary", "members": ["a"]}')
+        await front.load("a")
+        await front.load_lora_adapter(_sgl.LoadLoRAAdapterReqInput(lora_name="mix", lora_path=str(tmp_path)))
+        for refused in (await front.unload("a"), await front.reload_lora_adapter("a")):
+            assert not refused.success and "is a member of mix" in refused.error_message
+        assert not (await front.pin_lora_adapter("mix", True)).success
+        await front.load("b")
+        assert sorted(front.held.values()) == ["/a", "/b"], "the mix left memory, its member did not"
+        await front.unload("mix")
+        assert (await front.unload("a")).success
 
     run(scenario())
 

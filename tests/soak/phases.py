@@ -277,8 +277,11 @@ def users_left(server: Server, patience_s: float = 30) -> dict[str, int]:
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory of a process and all its descendants."""
-    total, todo = 0, [pid]
+    """Resident memory of a process and all its descendants, and what is taken of the first CUDA device."""
+    import torch
+
+    free, size = torch.cuda.mem_get_info(0) if torch.cuda.is_available() else (0, 0)
+    total, todo = (size - free) // 1024, [pid]
     while todo:
         one = todo.pop()
         try:
