@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5, help="of each case, one more to warm up")
     parser.add_argument("--limit", type=float, help="seconds for each system, its start included; what is done counts")
-    parser.add_argument("--heads", action="store_true", help="first, on our engine, what bench_heads measures")
+    parser.add_argument("--heads", action="store_true", help="also, on our engine, what bench_heads measures")
     parser.add_argument("--seconds", type=int, default=4, help="with --heads: of each throughput and trial of streams")
     parser.add_argument("--summary", type=Path, required=True, help="file to append the figures to")
     parser.add_argument("--rows", type=Path, help="file to write all measured values to")
@@ -129,14 +129,13 @@ def measure(system: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         engine = (build_engine if system == "ours" else build_stock_engine)(**options)
         try:
             client, tokens = Client(engine), 64 if args.tiny else 1024
+            first, *more = sorted(args.adapters, key=lambda n: (n != 8, n))  # what the figures are of comes first
+            yield from shared(client, [kind for kind, top in kinds.items() if first <= top], first, tokens, args)
+            yield from rounds(client, list(kinds), tokens, args)
             if args.heads and system == "ours":
                 yield from bench_heads.measure(client, names[: kinds["forked"]], args)
-            for count in sorted(args.adapters, key=lambda n: (n != 8, n)):  # what the figures are of comes first
+            for count in more:
                 yield from shared(client, [kind for kind, top in kinds.items() if count <= top], count, tokens, args)
-                if count == 8:
-                    yield from rounds(client, list(kinds), tokens, args)
-            if 8 not in args.adapters:
-                yield from rounds(client, list(kinds), tokens, args)
         finally:
             engine.shutdown()
 
