@@ -148,6 +148,8 @@ def _split_off(spec: DataSet, rows: dict[str, list[Located]], rng: random.Random
     """Make the splits that are missing out of the training split, label by label, at random."""
     shares = dict(zip(SPLITS, spec.split, strict=True))
     missing = [split for split in SPLITS[1:] if split not in rows]
+    if not missing:
+        return
     whole = sum(shares[split] for split in ("train", *missing))
     groups: dict[str, list[Located]] = {}
     for located in rows["train"]:
