@@ -105,5 +105,10 @@ def moving_object(seed: int, length: int = 30) -> Clip:
 
 def handwritten(count: int, seed: int, length: int = 30) -> list[Clip]:
     """Clips of real handwritten digits that slide, grow, spin or rest, from the adapter's test images."""
-    rows = random.Random(seed).sample(DOMAINS["actions"]()[2], count)
-    return [Clip([image for image in images for _ in range(length // 3)], answer) for images, _, answer in rows]
+    draw, rows = random.Random(seed), DOMAINS["actions"]()[2]
+    actions = sorted({answer for _, _, answer in rows})
+    clips = []
+    for number in range(count):
+        images, _, action = draw.choice([row for row in rows if row[2] == actions[number % len(actions)]])
+        clips.append(Clip([image for image in images for _ in range(length // 3)], action))
+    return clips

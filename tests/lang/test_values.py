@@ -43,6 +43,13 @@ def test_draw_marks_the_box_and_leaves_the_image_alone() -> None:
     assert drawn.shape == (80, 100, 3)
 
 
+def test_a_long_caption_stays_inside_the_picture() -> None:
+    image = Image.new("RGB", (100, 80), "white")
+    drawn = np.asarray(Boxes([Box(0.9, 0.5, 0.98, 0.9, "a long name")]).draw(image, width=1))
+    caption = (drawn[:39] != 255).any(axis=-1)  # what is above the box
+    assert 40 < caption.any(axis=0).sum() and not caption[:, -1].any()
+
+
 def test_label_and_count_are_what_they_look_like() -> None:
     label = Label("cat", {"cat": 0.75, "dog": 0.25})
     assert label == "cat" and f"a {label}" == "a cat" and label.probability == 0.75

@@ -132,8 +132,8 @@ class Boxes(tuple[Box, ...]):
             caption = box.label if box.score is None else f"{box.label} {box.score:.2f}".strip()
             if caption:
                 wide, high = pen.textbbox((0, 0), caption, font=font)[2:]
-                # Above the box where there is room, else inside it.
-                at = (left, top - high - 2 if top > high + 2 else top)
+                # Above the box where there is room, else inside it; never over the right edge.
+                at = (max(0, min(left, picture.width - wide - 3)), top - high - 2 if top > high + 2 else top)
                 pen.rectangle((*at, at[0] + wide + 2, at[1] + high + 2), fill=colour)
                 pen.text((at[0] + 1, at[1]), caption, fill="white", font=font)
         return picture
