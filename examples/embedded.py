@@ -69,10 +69,10 @@ def held_out(domain: str, folder: Path, each: int) -> list[Picture]:
     """Real images of an adapter's domain that it was not trained on, so many of each class."""
     rows = random.Random(domain).sample(test := DOMAINS[domain]()[2], len(test))
     pictures = []
-    for label in sorted({answer for _, _, answer in rows}):
-        for number, (images, _, _) in enumerate([row for row in rows if row[2] == label][:each]):
+    for label in sorted({row[2] for row in rows}):
+        for number, row in enumerate([row for row in rows if row[2] == label][:each]):
             path = folder / f"{domain}-{label}-{number}.png"
-            images[0].save(path)
+            row[0][0].save(path)
             pictures.append(Picture(path, frozenset([label])))
     return pictures
 
@@ -106,9 +106,10 @@ def moving_object(seed: int, length: int = 30) -> Clip:
 def handwritten(count: int, seed: int, length: int = 30) -> list[Clip]:
     """Clips of real handwritten digits that slide, grow, spin or rest, from the adapter's test images."""
     draw, rows = random.Random(seed), DOMAINS["actions"]()[2]
-    actions = sorted({answer for _, _, answer in rows})
+    actions = sorted({row[2] for row in rows})
     clips = []
     for number in range(count):
-        images, _, action = draw.choice([row for row in rows if row[2] == actions[number % len(actions)]])
+        action = actions[number % len(actions)]
+        images = draw.choice([row[0] for row in rows if row[2] == action])
         clips.append(Clip([image for image in images for _ in range(length // 3)], action))
     return clips

@@ -8,8 +8,8 @@
 Three adapters, one of them hot; 400 tokens of prompt, 128 of answer, Poisson arrivals, 10 a second. ``stock`` is stock
 SGLang with the three adapters; ``baked`` is stock SGLang on the fused base, where a hot request names no adapter and
 the cold ones are deltas of twice the rank; ``ours`` (``--ours``) is vlora_sgl on the same. Latency depends on shapes
-alone: the bases have random weights, and the fused one stands for itself. The engines share a card and take turns
-with the same arrivals; an idle one takes memory and no time.
+alone: bases and adapters have random weights, and the fused base is not distinct. The engines share a card and take
+turns with the same arrivals; an idle one takes memory and no time.
 
 - ``bake.hot1_latency_vs_sglang``: mean latency of ``baked`` over ``stock``, only hot requests, median over repeats.
 """
@@ -27,11 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.engine_runs import Arrival, EngineProcess
-from benchmarks.serving.shape7b import engine_options, make_adapter, make_model
+from benchmarks.serving.shape7b import engine_options, make_adapters, make_model
 from benchmarks.summary import record
-from vlora_sgl.bake.delta import delta_modules, write_adapter
-from vlora_sgl.lora.checkpoint import read_adapter
-from vlora_sgl.lora.layout import BaseLayout
 
 HOT = "hot"
 COLD = ("cold1", "cold2")
@@ -56,16 +53,6 @@ def arrivals(share: float, baked: bool, args: argparse.Namespace, seed: int) -> 
         }
         found.append((at, request))
     return found
-
-
-def make_deltas(model: Path, adapters: dict[str, Path], directory: Path) -> dict[str, Path]:
-    """What the cold adapters become on the fused base, as the bake writes them."""
-    layout = BaseLayout.from_directory(model)
-    hot = read_adapter(adapters[HOT], layout).modules
-    for name in COLD:
-        modules = delta_modules(read_adapter(adapters[name], layout).modules, hot)
-        write_adapter(directory / name, modules, layout, str(model))
-    return {name: directory / name for name in COLD}
 
 
 def options_of(model: Path, adapters: dict[str, Path], rank: int, tiny: bool) -> dict[str, Any]:
@@ -158,8 +145,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         root = Path(scratch)
         model = make_model(root / "model", args.tiny)
-        adapters = {name: make_adapter(root / name, model, seed, args.rank) for seed, name in enumerate((HOT, *COLD))}
-        deltas = make_deltas(model, adapters, root / "deltas")
+        adapters = make_adapters(root, model, (HOT, *COLD), args.rank)
+        deltas = make_adapters(root / "deltas", model, COLD, 2 * args.rank)
         plain, twice = (
             options_of(model, a, r, args.tiny) for a, r in ((adapters, args.rank), (deltas, 2 * args.rank))
         )

@@ -148,7 +148,8 @@ def searches(options: object, served: Served, scratch: Path) -> list[Search]:
         classes = tuple(sorted({name for picture in photos for name in picture.shows}))
         asked = embedded.question("photos")
         images = [(picture.path, "cat" in picture.shows) for picture in photos]
-        found.append(Search("cat", images, caption=asked, match=asked, wanted="cat", answers=classes, expert="photos"))
+        head = embedded.head_of("photos", "classify")
+        found.append(Search("cat", images, asked, asked, "cat", classes, expert="photos", head=head))
     if "faces" in served.adapters:
         asked = embedded.question("faces")
         images = [(picture.path, "yes" in picture.shows) for picture in embedded.held_out("faces", scratch, each=5)]

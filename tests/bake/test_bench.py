@@ -1,15 +1,8 @@
-"""The benchmark's traffic and its deltas."""
+"""The benchmark's traffic."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
-
-from benchmarks.serving.bench_bake import COLD, HOT, arrivals, make_deltas, parse, ratios
-from benchmarks.serving.shape7b import make_adapter, make_model
-from vlora_sgl.lora.checkpoint import read_adapter
-from vlora_sgl.lora.layout import BaseLayout
+from benchmarks.serving.bench_bake import COLD, HOT, arrivals, parse, ratios
 
 
 def test_both_sides_get_the_same_requests_under_their_own_names() -> None:
@@ -28,16 +21,3 @@ def test_ratios_pair_runs_of_the_same_repeat() -> None:
         for engine, value in (("stock", 2.0), ("baked", 1.0), ("baked", 3.0), ("stock", 4.0), ("ours", 9.0))
     ]
     assert ratios(rows, "baked", 1.0) == [0.5, 0.75]
-
-
-def test_the_deltas_are_of_twice_the_rank_and_bring_the_cold_adapter_back(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", tiny=True)
-    adapters = {name: make_adapter(tmp_path / name, model, seed, 4) for seed, name in enumerate((HOT, *COLD))}
-    deltas = make_deltas(model, adapters, tmp_path / "deltas")
-    layout = BaseLayout.from_directory(model)
-    hot, cold, delta = (
-        read_adapter(path, layout).modules for path in (adapters[HOT], adapters["cold2"], deltas["cold2"])
-    )
-    assert delta.keys() == cold.keys() and {pair.rank for pair in delta.values()} == {8}
-    for name, pair in delta.items():
-        torch.testing.assert_close(pair.delta() + hot[name].delta(), cold[name].delta(), rtol=1e-2, atol=1e-4)
