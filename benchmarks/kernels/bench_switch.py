@@ -31,7 +31,7 @@ CANDIDATES = tuple(
     MergeTile(rows, columns, steps, 4, stages)
     for rows, columns, steps, stages in (
         (64, 128, 8, 2),
-        (64, 128, 8, 4),
+        (64, 128, 8, 3),
         (64, 128, 4, 3),
         (64, 128, 16, 3),
         (64, 128, 32, 3),
@@ -48,6 +48,15 @@ def shapes(hidden: int, kv: int, intermediate: int) -> Shapes:
         "o_proj": ((hidden,), hidden),
         "gate_up_proj": ((intermediate, intermediate), hidden),
         "down_proj": ((hidden,), intermediate),
+    }
+
+
+def shard(layout: Shapes) -> Shapes:
+    """What one of two tensor-parallel ranks holds: half the rows, or half the columns of o and down."""
+    by_columns = ("o_proj", "down_proj")
+    return {
+        group: (slices, k // 2) if group in by_columns else (tuple(n // 2 for n in slices), k)
+        for group, (slices, k) in layout.items()
     }
 
 
@@ -173,13 +182,20 @@ def main() -> None:
     if device.type == "cpu" and not args.dry_run:
         parser.error("needs a GPU; try --dry-run")
     layout = shapes(64, 16, 128) if args.dry_run else shapes(3584, 512, 18944)
-    targets = build(2 if args.dry_run else 28, layout, 2, 64, device)
+    layers = 2 if args.dry_run else 28
+    targets = build(layers, layout, 2, 64, device)
     bandwidth = copy_bandwidth(device, 1 << (20 if args.dry_run else 32))
     tiles = (DEFAULT, *CANDIDATES) if args.search else (DEFAULT,)
     rows = time_switches(targets, tiles, (16, 64), 3 if args.dry_run else 20, bandwidth)
     default = [row for row in rows if row["tile"] == asdict(DEFAULT)]
     chosen = {(row["targets"], row["rank"]): row for row in default}
     ulp = worst_ulp(targets, 64)
+    del targets
+    (half,) = (
+        row["ms"]
+        for row in time_switches(build(layers, shard(layout), 2, 64, device), (DEFAULT,), (64,), 20, bandwidth)
+        if (row["targets"], row["rank"]) == ("all_linear", 64)
+    )
     identical = drift(device, 100 if args.dry_run else 10_000)
     print(f"copy {bandwidth / 1e12:.2f} TB/s; worst distance from float64 {ulp} ulp; bit-identical {identical:.3f}")
     if args.dry_run:
@@ -193,6 +209,7 @@ def main() -> None:
     write("switch.all_linear_r64_ms", chosen["all_linear", 64]["ms"], "ms", False)
     write("switch.attention_r64_ms", chosen["attention", 64]["ms"], "ms", False)
     write("switch.bandwidth_share", chosen["all_linear", 64]["share_of_copy"], "ratio", True)
+    write("switch.tp2_shard_over_whole", half / chosen["all_linear", 64]["ms"], "ratio", False)
     write("switch.cycles_bit_identical", identical, "ratio", True)
 
 

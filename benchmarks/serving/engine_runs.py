@@ -265,9 +265,9 @@ def serve() -> None:
     worker = _Worker(_build(options, vlora))
     link.send((True, None))
     while (message := link.recv()) is not None:
-        name, kwargs = message
+        method, kwargs = message
         try:
-            link.send((True, getattr(worker, name)(**kwargs)))
+            link.send((True, getattr(worker, method)(**kwargs)))
         except Exception as error:
             link.send((False, f"{type(error).__name__}: {error}"))
     worker.engine.shutdown()
@@ -364,16 +364,18 @@ class EngineProcess:
             _sgl.kill_process_tree(self._process.pid)
             self._process.wait(10)
 
-    def _call(self, name: str, **kwargs: Any) -> Any:
+    def _call(self, method: str, /, **kwargs: Any) -> Any:
         self.ready()
-        self._link.send((name, kwargs))
+        self._link.send((method, kwargs))
         return self._receive()
 
     def _receive(self) -> Any:
         try:
             good, value = self._link.recv()
         except (EOFError, ConnectionResetError):
-            raise RuntimeError(f"the engine's process ended with {self._process.wait(10)}") from None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+            raise RuntimeError(f"the engine's process ended with {self._process.returncode}") from None
         if not good:
             raise RuntimeError(value)
         return value

@@ -18,7 +18,7 @@ from tests.rounding import logprob_bounds, logprobs
 from tests.tiny_random import make_adapter
 from vlora_sgl.platforms.cpu import is_plain_cpu
 
-TOKENS = 10
+TOKENS = 8
 CHUNK = 32
 TEXT = "<|im_start|>user\n" + "How many objects are there? Describe the image. " * 6 + "<|im_end|>\n"
 
