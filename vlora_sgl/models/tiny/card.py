@@ -46,8 +46,8 @@ def render(log: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         INTRODUCTION,
         f"Trained on one {log['card']} with torch {log['versions']['torch']}: {settings['steps']} steps of "
         f"{settings['batch_size']} scenes ({minutes['pretraining']:.1f} minutes; final answer loss "
-        f"{steps['answer_loss']}), then {settings['adapter_steps']} steps of 32 examples for each adapter, "
-        f"seed {settings['seed']}. {LOG} has the curve.{second}",
+        f"{steps['answer_loss']}), seed {settings['seed']}; then steps of 32 examples for each adapter, with the same "
+        f"seed. {LOG} has the curve.{second}",
         "",
         "## Base, on unseen combinations",
         "",
@@ -68,8 +68,8 @@ def render(log: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         "",
         "## Adapters and heads, on test images of their domain",
         "",
-        "| adapter | starts | base | decoded answer | second run | heads | test | train |",
-        "|---|---|---|---|---|---|---|---|",
+        "| adapter | starts | base | decoded answer | second run | heads | test | train | steps |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in sorted(log.get("adapters", {}).items()):
         heads = "; ".join(f"{head}: {one['metric']} {one['value']:.3f}" for head, one in row["heads"].items())
@@ -77,7 +77,7 @@ def render(log: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         starts = row["activation"] or "first token"
         lines.append(
             f"| {name} | {starts} | {row['base']:.3f} | {row['adapter']:.3f} | {again} | {heads} "
-            f"| {row['examples']['test']} | {row['examples']['train']} |"
+            f"| {row['examples']['test']} | {row['examples']['train']} | {row['steps']} |"
         )
     return "\n".join([*lines, LIMITS])
 

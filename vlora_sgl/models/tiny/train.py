@@ -33,7 +33,7 @@ from vlora_sgl.generation.trainer import (
     save_adapter,
     train_lora,
 )
-from vlora_sgl.heads.store import DESCRIPTION_FILE, build_head, load_heads, save_heads
+from vlora_sgl.heads.store import DESCRIPTION_FILE, build_head, load_heads, read_description, save_heads
 from vlora_sgl.models.tiny import batches, build, domains
 from vlora_sgl.models.tiny import scenes as S
 
@@ -258,15 +258,17 @@ def train_adapter(
         heads = [build_head(one, width) for one in domains.HEADS[domain]]
         trained = train_lora(model, processor, splits["train"], settings, f"adapter {name}", heads)
         trained.peft_config["default"].base_model_name_or_path = "vlora_sgl/models/tiny/model"
-        save_adapter(trained, out / name, heads, activate, prompt)
+        save_adapter(trained, out / name, heads, activate, prompt, {"training steps": steps})
         model = trained.unload()
     adapter = load_adapter(model, out / name)
     heads = list(load_heads(out / name, width, device).values())
     for head in heads:
         keep_better_start(head, adapter, processor, splits["validation"])
+    made = read_description(out / name).metrics.get("training steps", ADAPTER_STEPS)
     report: dict[str, Any] = {
         "domain": domain,
         "activation": activate,
+        "steps": made,
         "base": before,
         "adapter": float(np.mean(exact_match(adapter, processor, splits["test"]))),
         "validation": float(np.mean(exact_match(adapter, processor, splits["validation"]))),
@@ -280,7 +282,11 @@ def train_adapter(
         },
         "examples": {s: len(v) for s, v in splits.items()},
     }
-    metrics = {"test accuracy": report["adapter"], **{f"{h} head": r["value"] for h, r in report["heads"].items()}}
+    metrics = {
+        "training steps": made,
+        "test accuracy": report["adapter"],
+        **{f"{h} head": r["value"] for h, r in report["heads"].items()},
+    }
     save_heads(out / name, heads, activate, prompt, metrics)
     print(name, json.dumps(report), flush=True)
     return report
