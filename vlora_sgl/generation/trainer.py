@@ -344,16 +344,17 @@ def head_answers(
     return answers
 
 
-def head_accuracy(model: Any, processor: Any, head: VisionHead, examples: Sequence[Example]) -> float:
+def head_accuracy(model: Any, processor: Any, head: VisionHead, examples: Sequence[Example] | Prepared) -> float:
     """The head's metric on ``examples``, between 0 and 1."""
-    data = Encoded(processor, examples) if head.features == "image_tokens" else None
-    grids = [head_training.image_grids(row, model.config) for row in data.rows] if data else [[]] * len(examples)
-    wanted = [head_training.target(head, e, g) for e, g in zip(examples, grids, strict=True)]
-    return head.metric(head_answers(model, processor, head, examples), wanted)
+    data = _prepared(model, processor, examples)
+    dense = head.features == "image_tokens"
+    grids = [head_training.image_grids(row, model.config) if dense else [] for row in data.data.rows]
+    wanted = [head_training.target(head, e, g) for e, g in zip(data.examples, grids, strict=True)]
+    return head.metric(head_answers(model, processor, head, data), wanted)
 
 
 def keep_better_start(
-    head: VisionHead, model: Any, processor: Any, validation: Sequence[Example]
+    head: VisionHead, model: Any, processor: Any, validation: Sequence[Example] | Prepared
 ) -> dict[str, float | bool]:
     """Of a trained closed-set head and the one it started from, keep the better on ``validation``, in place.
 

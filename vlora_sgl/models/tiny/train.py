@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from vlora_sgl.generation.datasets import Example, read_jsonl
+from vlora_sgl.generation.datasets import read_jsonl
 from vlora_sgl.generation.trainer import (
     LoraSettings,
+    Prepared,
     exact_match,
     head_accuracy,
     keep_better_start,
@@ -251,7 +252,7 @@ def train_adapter(
     model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_directory, dtype=torch.float32)
     model.to(device)
     width = model.config.text_config.hidden_size
-    splits: dict[str, list[Example]] = {s: read_jsonl(data / domain / f"{s}.jsonl") for s in domains.SPLITS}
+    splits = {s: Prepared(model, processor, read_jsonl(data / domain / f"{s}.jsonl")) for s in domains.SPLITS}
     before = float(np.mean(exact_match(model, processor, splits["test"])))
     if not (resume and (out / name / DESCRIPTION_FILE).is_file()):
         settings = LoraSettings(activate=activate, seed=seed, steps=steps)
