@@ -275,12 +275,12 @@ def test_a_stream_goes_on_while_the_mode_switches(server: Server) -> None:
     found: list[tuple[int, float]] = []
 
     def listen() -> None:
-        found.append(longest_gap(stream(server, SHORT, None, max_new_tokens=150)))
+        found.append(longest_gap(stream(server, SHORT, None, max_new_tokens=100)))
 
     before = server_state(server)["plan"]
     thread = threading.Thread(target=listen)
     thread.start()
-    for number in range(12):
+    for number in range(6):
         for name in ("A", "B"):
             answer(server, question(number, words=20), name)
     thread.join(timeout=120)
