@@ -16,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="YAML file (docs/generation.md)")
     parser.add_argument("--check", action="store_true", help="read and check configuration and data, then stop")
     args = parser.parse_args(argv)
+    from vlora_sgl.generation.devices import processes_of
     from vlora_sgl.generation.run import run
     from vlora_sgl.generation.sources import load_run
 
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, MissingDependencyError) as error:
         print(error, file=sys.stderr)
         return 2
+    status = 1 if report["floors_broken"] else 0
+    if not processes_of(config).is_main_process:
+        return status
     for row in report["datasets"]:
         verdict = "holds" if row["accuracy"] >= row["floor"] else "BROKEN"
         print(
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"floor {row['floor']:.3f}: {verdict})"
         )
     print(f"{len(report['adapters'])} adapters (bound {report['bound']}): {config.output / 'report.html'}")
-    return 1 if report["floors_broken"] else 0
+    return status
 
 
 if __name__ == "__main__":

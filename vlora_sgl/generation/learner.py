@@ -16,6 +16,7 @@ import torch
 from vlora_sgl.generation import heads as head_training
 from vlora_sgl.generation.config import RunConfig
 from vlora_sgl.generation.datasets import Example
+from vlora_sgl.generation.devices import processes_of
 from vlora_sgl.generation.ledger import Names
 from vlora_sgl.generation.metrics import METRICS
 from vlora_sgl.generation.sources import LoadedSet
@@ -45,11 +46,10 @@ class Learner:
     """
 
     def __init__(self, config: RunConfig, datasets: Sequence[LoadedSet]) -> None:
-        from accelerate import PartialState
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.config = config
-        self.process = PartialState(cpu=device_of(config).type == "cpu")
+        self.process = processes_of(config)
         self._sets = {one.spec.name: one for one in datasets}
         self._prepared: dict[tuple[str, str], Prepared] = {}
         base = base_directory(config.base)
@@ -81,7 +81,7 @@ class Learner:
         self.process.wait_for_everyone()
         accuracy = {name: self._measure(adapter, name, "validation", heads) for name in sequence}
         self._detach(adapter)
-        return accuracy
+        return self._agreed(accuracy)
 
     def probe(self, names: Names) -> dict[str, float]:
         """A fresh adapter on all of ``names`` together for a share of the usual steps; nothing is kept."""
@@ -93,7 +93,7 @@ class Learner:
         adapter = self._train(lesson, names, heads, None, steps)
         accuracy = {name: self._measure(adapter, name, "validation", heads) for name in names}
         self._detach(adapter)
-        return accuracy
+        return self._agreed(accuracy)
 
     def measure(self, sequence: Names, split: str) -> dict[str, float]:
         """Accuracy of the kept adapter of ``sequence`` on each of its data sets."""
@@ -178,6 +178,14 @@ class Learner:
             said = generate(model, self.processor, ready.examples)
         return metric(said, references(ready.examples))
 
+    def _agreed(self, accuracy: dict[str, float]) -> dict[str, float]:
+        """The main process's numbers, so that all processes decide alike whatever their rounding."""
+        from accelerate.utils import broadcast_object_list
+
+        shared = [accuracy]
+        broadcast_object_list(shared)
+        return shared[0]
+
     def _detach(self, adapter: Any) -> None:
         """The base model as it was, so that the next adapter starts from it."""
         adapter.unload()
@@ -228,10 +236,3 @@ def base_directory(base: str) -> str:
     from vlora_sgl.models import tiny
 
     return str(tiny.path())
-
-
-def device_of(config: RunConfig) -> torch.device:
-    """The device that a run asks for."""
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)

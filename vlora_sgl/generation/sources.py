@@ -16,6 +16,7 @@ from tqdm import tqdm
 from vlora_sgl.errors import ConfigError, MissingDependencyError
 from vlora_sgl.generation.config import DataSet, RunConfig, parse_config
 from vlora_sgl.generation.datasets import IMAGE_SUFFIXES, SPLITS, Example, read_image_folder, write_jsonl
+from vlora_sgl.generation.devices import processes_of
 from vlora_sgl.generation.tasks import box_text
 from vlora_sgl.generation.teachers import label_images, load_teacher
 
@@ -71,7 +72,12 @@ def load_datasets(config: RunConfig, faults: Sequence[str] = ()) -> list[LoadedS
     Raises:
         ConfigError: every fault, one a line.
     """
-    faults = list(faults)
+    # Data that are copied and teachers' answers are written once; the other processes find them.
+    with processes_of(config).main_process_first():
+        return _load_all(config, list(faults))
+
+
+def _load_all(config: RunConfig, faults: list[str]) -> list[LoadedSet]:
     loaded: list[LoadedSet] = []
     for spec in config.datasets:
         before = len(faults)
