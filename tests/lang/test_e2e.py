@@ -11,11 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import requests
 
 import vlora_sgl as vlora
 from tests.conftest import Server
 from tests.lang import programs
+from tests.tiny_random import make_adapter
 from vlora_sgl.errors import ProgramCancelled, ProgramError
+from vlora_sgl.heads import save_heads
 
 pytestmark = pytest.mark.e2e
 
@@ -46,6 +49,45 @@ def test_forks_answer_as_single_runs_do(runtime: vlora.Runtime) -> None:
     alone = [programs.conversation.run(image, [name], backend=runtime)["round0"] for name in adapters]
     assert state["answer"] == alone
     assert len(set(alone)) == 3
+
+
+@pytest.mark.parametrize(("kind", "activation", "computed"), [("ordinary", None, 8), ("activated", "after_image", 1)])
+def test_eight_forks_over_eight_adapters_compute_one_image(
+    kind: str, activation: str | None, computed: int, server: Server, runtime: vlora.Runtime, tmp_path: Path
+) -> None:
+    """Once per ordinary adapter, once in all for activated ones: so say the server's own counters."""
+    image = programs.photograph(21).resize((224, 224))
+    names = [f"{kind}{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        path = make_adapter(tmp_path / name, server.model.path, 60 + number)
+        save_heads(path, [], activation=activation)
+        control(server, "load_lora_adapter", lora_name=name, lora_path=str(path))
+    runtime.flush_cache()
+    before = reuse_totals(runtime)
+    answers = programs.branches.run(image, names, backend=runtime)["answer"]
+    after = reuse_totals(runtime)
+    grown = {key: after[key] - before[key] for key in after}
+    tokens = (224 // 28) ** 2
+    assert grown["prompt_image_tokens"] == 8 * tokens, "eight requests that show the image"
+    assert grown["prompt_image_tokens"] - grown["cached_image_tokens"] == computed * tokens
+    assert (grown["shared_tokens"] > 0) == (activation is not None)
+    alone = []
+    for name in names:
+        runtime.flush_cache()
+        alone.append(programs.conversation.run(image, [name], backend=runtime)["round0"])
+    assert answers == alone and len(set(alone)) > 4, "sharing must not change an answer, and adapters must differ"
+    for name in names:
+        control(server, "unload_lora_adapter", lora_name=name)
+
+
+def reuse_totals(runtime: vlora.Runtime) -> dict[str, int]:
+    """The prefix cache's counters, over all requests so far."""
+    return dict(runtime.get_server_info()["internal_states"][0]["vlora"]["reuse"])
+
+
+def control(server: Server, route: str, **body: str) -> None:
+    reply = requests.post(f"{server.url}/{route}", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
 
 
 def test_constrained_answers(runtime: vlora.Runtime) -> None:

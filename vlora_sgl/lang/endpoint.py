@@ -22,6 +22,8 @@ Task = Literal["classify", "count", "detect"]
 Request = dict[str, Any]
 Response = dict[str, Any]
 
+_FLUSH_TIMEOUT_S = 30
+
 _TEMPLATES = {"qwen2_vl": "qwen2-vl", "qwen2_5_vl": "qwen2-vl", "qwen3_vl": "qwen2-vl"}
 """Model type -> chat template, because a directory's name says nothing about a model."""
 
@@ -244,8 +246,12 @@ class Runtime(Endpoint):
         return [card["id"] for card in self._get("/v1/models")["data"] if card.get("parent")]
 
     def flush_cache(self) -> None:
-        """Forget every cached prefix."""
-        self._post("/flush_cache", None).close()
+        """Forget every cached prefix, once the requests that run are done.
+
+        Raises:
+            RequestError: some still ran after half a minute.
+        """
+        self._post(f"/flush_cache?timeout={_FLUSH_TIMEOUT_S}", None).close()
 
     def get_server_info(self) -> dict[str, Any]:
         """The server's settings and state."""
@@ -316,8 +322,14 @@ class EngineEndpoint(Endpoint):
         self._loop.call_soon_threadsafe(self.engine.tokenizer_manager.abort_request, request_id)
 
     def flush_cache(self) -> None:
-        """Forget every cached prefix."""
-        self._wait(self.engine.tokenizer_manager.flush_cache)
+        """Forget every cached prefix, once the requests that run are done.
+
+        Raises:
+            RequestError: some still ran after half a minute.
+        """
+        result: Any = self._wait(lambda: self.engine.tokenizer_manager.flush_cache(timeout_s=_FLUSH_TIMEOUT_S))
+        if not result.success:
+            raise RequestError(result.message or "the cache was not flushed: requests are running")
 
     def get_server_info(self) -> dict[str, Any]:
         """The engine's settings and state."""
