@@ -1,6 +1,6 @@
 """All systems over skews, loads and seeds, in the simulator: the figures ``policy.cost.*``, rows and a plot.
 
-python -m benchmarks.serving.policy_grid            # the shipped H100 table, three seeds: half an hour of one core
+python -m benchmarks.serving.policy_grid            # the shipped H200 table, three seeds: ten minutes of one core
 python -m benchmarks.serving.policy_grid --paper    # figure 19 of V-LoRA, on costs read off the paper
 """
 
@@ -123,8 +123,8 @@ def paper_table(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the grid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", default="h100-7b", help="name of a shipped set of cost tables, or a file")
-    parser.add_argument("--seconds", type=float, default=100.0, help="length of each trace")
+    parser.add_argument("--table", default="h200-7b", help="name of a shipped set of cost tables, or a file")
+    parser.add_argument("--seconds", type=float, default=40.0, help="length of each trace")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--park", action="store_true", help="policies may leave running requests out; no figures")
     parser.add_argument("--paper", action="store_true", help="figure 19: the paper's costs and operators; no figures")

@@ -175,7 +175,7 @@ def save_tables(path: Path, tables: Mapping[str, CostTable]) -> None:
 
 
 def shipped(name: str = "h100-7b") -> dict[str, CostTable]:
-    """The tables that come with the package; ``h100-7b`` or ``a100-paper``."""
+    """The tables that come with the package; ``h200-7b``, ``h100-7b`` or ``a100-paper``."""
     return load_tables(TABLES / f"{name}.json")
 
 
