@@ -131,7 +131,7 @@ def test_shipped_model_answers_unseen_scenes(shipped):
 def test_shipped_set_is_small_and_complete():
     size = sum(f.stat().st_size for f in tiny.path().parent.rglob("*") if f.is_file() and f.suffix != ".pyc")
     assert size < 40e6 and (tiny.path() / "model.safetensors").stat().st_size < 24e6
-    assert tiny.adapters().keys() <= domains.ADAPTERS.keys()
+    assert tiny.adapters().keys() == domains.ADAPTERS.keys()
     for name, directory in tiny.adapters().items():
         domain, activation = domains.ADAPTERS[name]
         description = read_description(directory)

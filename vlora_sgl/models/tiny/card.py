@@ -74,10 +74,10 @@ def render(log: dict[str, Any], other: dict[str, Any] | None = None) -> str:
     for name, row in sorted(log.get("adapters", {}).items()):
         heads = "; ".join(f"{head}: {one['metric']} {one['value']:.3f}" for head, one in row["heads"].items())
         again = f"{other['adapters'][name]['adapter']:.3f}" if other and name in other.get("adapters", {}) else "-"
-        starts = row["activation"] or "first token"
+        starts, made = row["activation"] or "first token", row.get("steps", settings["adapter_steps"])
         lines.append(
             f"| {name} | {starts} | {row['base']:.3f} | {row['adapter']:.3f} | {again} | {heads} "
-            f"| {row['examples']['test']} | {row['examples']['train']} | {row['steps']} |"
+            f"| {row['examples']['test']} | {row['examples']['train']} | {made} |"
         )
     return "\n".join([*lines, LIMITS])
 

@@ -252,12 +252,13 @@ def train_adapter(
     model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_directory, dtype=torch.float32)
     model.to(device)
     width = model.config.text_config.hidden_size
-    splits = {s: Prepared(model, processor, read_jsonl(data / domain / f"{s}.jsonl")) for s in domains.SPLITS}
+    examples = {s: read_jsonl(data / domain / f"{s}.jsonl") for s in domains.SPLITS}
+    splits = {s: Prepared(model, processor, examples[s]) for s in ("validation", "test")}
     before = float(np.mean(exact_match(model, processor, splits["test"])))
     if not (resume and (out / name / DESCRIPTION_FILE).is_file()):
         settings = LoraSettings(activate=activate, seed=seed, steps=steps)
         heads = [build_head(one, width) for one in domains.HEADS[domain]]
-        trained = train_lora(model, processor, splits["train"], settings, f"adapter {name}", heads)
+        trained = train_lora(model, processor, examples["train"], settings, f"adapter {name}", heads)
         trained.peft_config["default"].base_model_name_or_path = "vlora_sgl/models/tiny/model"
         save_adapter(trained, out / name, heads, activate, prompt, {"training steps": steps})
         model = trained.unload()
@@ -281,7 +282,7 @@ def train_adapter(
             }
             for head in heads
         },
-        "examples": {s: len(v) for s, v in splits.items()},
+        "examples": {s: len(v) for s, v in examples.items()},
     }
     metrics = {
         "training steps": made,
