@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vlora_sgl.errors import ConfigError, MissingDependencyError
 
@@ -15,6 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m vlora_sgl.generate", description=__doc__)
     parser.add_argument("config", type=Path, help="YAML file (docs/generation.md)")
     parser.add_argument("--check", action="store_true", help="read and check configuration and data, then stop")
+    parser.add_argument(
+        "--router", type=Path, metavar="DIR", help="train no adapters, but a router over those of --members; a mix"
+    )
+    parser.add_argument(
+        "--members", nargs="+", metavar="NAME=DIR", help="of the mix; by default what an earlier run of CONFIG wrote"
+    )
     args = parser.parse_args(argv)
     from vlora_sgl.generation.devices import processes_of
     from vlora_sgl.generation.run import run
@@ -25,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.check:
             print(f"{args.config}: {len(config.datasets)} data sets, no faults")
             return 0
+        if args.router is not None:
+            return _route(config, datasets, args.members, args.router)
         report = run(config, datasets)
     except (ConfigError, MissingDependencyError) as error:
         print(error, file=sys.stderr)
@@ -40,6 +49,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print(f"{len(report['adapters'])} adapters (bound {report['bound']}): {config.output / 'report.html'}")
     return status
+
+
+def _route(config: Any, datasets: Any, members: Sequence[str] | None, out: Path) -> int:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from vlora_sgl.generation.learner import base_directory, device_of
+    from vlora_sgl.generation.router import RouterSettings, make_mix
+
+    pairs = [one.partition("=") for one in members or ()]
+    adapters = {name: Path(directory) for name, _, directory in pairs}
+    if members is None:
+        found = sorted(config.output.glob("adapters/*/adapter_config.json"))
+        adapters = {path.parent.name: path.parent for path in found}
+    missing = [f"{name}={path}" for name, path in adapters.items() if not (path / "adapter_config.json").is_file()]
+    if len(adapters) < 2 or missing:
+        raise ConfigError(
+            f"a mix needs two adapters or more, as NAME=DIR; got {sorted(adapters)}, not found: {missing}"
+        )
+    base = base_directory(config.base)
+    model: Any = AutoModelForImageTextToText.from_pretrained(base)
+    model.to(device_of(config))
+    train, test = ({one.spec.name: one.splits[s] for one in datasets} for s in ("train", "test"))
+    settings = RouterSettings(seed=config.seed)
+    report = make_mix(model, AutoProcessor.from_pretrained(base), adapters, train, test, out, settings)
+    for name in report["mix"]:
+        print(f"{name}: {report['mix'][name]:.3f} (best single adapter {report['oracle'][name]:.3f}, "
+              f"base {report['base'][name]:.3f})")  # fmt: skip
+    print(f"used {report['usage']}, agreement with the data sets {report['adjusted_rand']:.2f}: {out}")
+    return 0
 
 
 if __name__ == "__main__":

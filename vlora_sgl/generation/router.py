@@ -6,20 +6,25 @@ balancing loss of Switch Transformer (Fedus et al., 2022, equation 4), which kee
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from vlora_sgl.generation.datasets import Example
-from vlora_sgl.generation.trainer import IGNORE, Encoded, exact_match
+from vlora_sgl.generation.trainer import IGNORE, Prepared, exact_match
 from vlora_sgl.mixes.peft import TokenMix
 from vlora_sgl.mixes.router import Router
-from vlora_sgl.mixes.spec import MixSpec
+from vlora_sgl.mixes.spec import MixSpec, write_mix
+
+REPORT_FILE = "vlora_mix_report.json"
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,11 @@ def load_members(model: Any, adapters: Mapping[str, Path]) -> Any:
 
 
 def train_router(
-    peft_model: Any, processor: Any, members: Sequence[str], examples: Sequence[Example], settings: RouterSettings
+    peft_model: Any,
+    processor: Any,
+    members: Sequence[str],
+    examples: Sequence[Example] | Prepared,
+    settings: RouterSettings,
 ) -> MixSpec:
     """Train a router over ``members``, adapters loaded in ``peft_model``, on ``examples`` of any mixture of domains.
 
@@ -62,7 +71,7 @@ def train_router(
     hidden = peft_model.get_base_model().config.get_text_config().hidden_size
     router = Router(hidden, len(members), settings.context).to(device)
     mix = TokenMix(peft_model, MixSpec(tuple(members), router=router, top_k=settings.top_k), soft=True)
-    data = Encoded(processor, examples)
+    data = prepared(peft_model, processor, examples)
     optimizer = torch.optim.AdamW(router.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps + 1)
     rng = random.Random(settings.seed)
@@ -74,7 +83,8 @@ def train_router(
                 order += rng.sample(range(len(data)), len(data))
             chosen, order = order[: settings.batch_size], order[settings.batch_size :]
             inputs, labels = data.batch(chosen, device)
-            logits = peft_model(**inputs, use_cache=False).logits
+            with data.seen(chosen):
+                logits = peft_model(**inputs, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE
             )
@@ -88,6 +98,13 @@ def train_router(
     if not torch.isfinite(loss):
         raise FloatingPointError("the training loss is not finite")
     return MixSpec(tuple(members), router=router.requires_grad_(False).eval(), top_k=settings.top_k)
+
+
+def prepared(peft_model: Any, processor: Any, examples: Sequence[Example] | Prepared) -> Prepared:
+    """Examples with what the vision tower, which no member changes, makes of their images."""
+    if isinstance(examples, Prepared):
+        return examples
+    return Prepared(peft_model.get_base_model(), processor, examples)
 
 
 def balance_loss(weights: torch.Tensor) -> torch.Tensor:
@@ -121,7 +138,11 @@ class MixReport:
 
 @torch.no_grad()
 def evaluate_mix(
-    peft_model: Any, processor: Any, spec: MixSpec, examples: Mapping[str, Sequence[Example]], batch_size: int = 64
+    peft_model: Any,
+    processor: Any,
+    spec: MixSpec,
+    examples: Mapping[str, Sequence[Example] | Prepared],
+    batch_size: int = 64,
 ) -> MixReport:
     """Exact match per domain, and which members the mix uses. The mix is never shown the domains."""
     from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
@@ -134,15 +155,16 @@ def evaluate_mix(
     chosen: list[int] = []
     with mix.applied():
         for domain, rows in examples.items():
-            hits = exact_match(peft_model, processor, rows, batch_size)
+            data = prepared(peft_model, processor, rows)
+            hits = exact_match(peft_model, processor, data, batch_size)
             accuracy[domain] = sum(hits) / len(hits)
-            data = Encoded(processor, rows)
             for start in range(0, len(data), batch_size):
                 indices = range(start, min(start + batch_size, len(data)))
                 inputs, _ = data.batch(indices, device)
-                peft_model(**inputs, use_cache=False)
+                with data.seen(indices):
+                    peft_model(**inputs, use_cache=False)
                 used += mix.weights[inputs["attention_mask"].bool()].double().sum(0).cpu()
-                last = torch.tensor([data.prompt_lengths[i] - 1 for i in indices], device=device)
+                last = torch.tensor([data.data.prompt_lengths[i] - 1 for i in indices], device=device)
                 chosen += mix.weights[torch.arange(len(indices), device=device), last].argmax(-1).tolist()
                 domains += [domain] * len(indices)
     share = used / used.sum()
@@ -153,3 +175,64 @@ def evaluate_mix(
         adjusted_rand=float(adjusted_rand_score(domains, chosen)),
         mutual_information=float(normalized_mutual_info_score(domains, chosen)),
     )
+
+
+@torch.no_grad()
+def single_accuracies(
+    peft_model: Any, processor: Any, members: Iterable[str | None], examples: Mapping[str, Prepared]
+) -> dict[str | None, dict[str, float]]:
+    """Exact match of every member alone (``None``: the base) on every domain, what a mix is compared with."""
+    found: dict[str | None, dict[str, float]] = {}
+    for member in members:
+        if member is not None:
+            peft_model.set_adapter(member)
+        with peft_model.disable_adapter() if member is None else nullcontext():
+            hits = {domain: exact_match(peft_model, processor, rows) for domain, rows in examples.items()}
+        found[member] = {domain: sum(one) / len(one) for domain, one in hits.items()}
+    return found
+
+
+def make_mix(
+    model: Any,
+    processor: Any,
+    adapters: Mapping[str, Path],
+    train: Mapping[str, Sequence[Example]],
+    test: Mapping[str, Sequence[Example]],
+    out: Path,
+    settings: RouterSettings,
+) -> dict[str, Any]:
+    """Train a router over ``adapters``, write the mix to ``out``, and measure it.
+
+    Args:
+        model: the base model; adapters: PEFT directories by the names they will be served under.
+        train: examples by domain; the router sees them shuffled together, without the domain.
+        test: examples by domain, to measure with.
+
+    Returns:
+        The report, also in ``out/vlora_mix_report.json``: accuracy by domain of the mix, of the best single adapter
+        (the oracle), of every single adapter and of the base; use of the members; agreement with the domains.
+    """
+    peft_model = load_members(model, adapters)
+    members = list(adapters)
+    spec = train_router(peft_model, processor, members, [e for rows in train.values() for e in rows], settings)
+    assert spec.router is not None
+    write_mix(out, members, spec.router, spec.top_k)
+    rows = {domain: prepared(peft_model, processor, examples) for domain, examples in test.items()}
+    mix = evaluate_mix(peft_model, processor, spec, rows)
+    single = single_accuracies(peft_model, processor, [None, *members], rows)
+    oracle = {domain: max(single[m][domain] for m in members) for domain in rows}
+    report = {
+        "settings": asdict(settings),
+        "examples": {domain: len(examples) for domain, examples in rows.items()},
+        "mix": mix.accuracy,
+        "oracle": oracle,
+        "base": single[None],
+        "members": {m: single[m] for m in members},
+        "mix_minus_oracle_points": 100 * mean(mix.accuracy[d] - oracle[d] for d in rows),
+        "usage": mix.usage,
+        "entropy": mix.entropy,
+        "adjusted_rand": mix.adjusted_rand,
+        "mutual_information": mix.mutual_information,
+    }
+    (out / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report
