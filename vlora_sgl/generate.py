@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _route(config: Any, datasets: Any, members: Sequence[str] | None, out: Path) -> int:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from vlora_sgl.generation.learner import base_directory, device_of
+    from vlora_sgl.generation.devices import device_of
+    from vlora_sgl.generation.learner import base_directory
     from vlora_sgl.generation.router import RouterSettings, make_mix
 
     pairs = [one.partition("=") for one in members or ()]
