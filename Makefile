@@ -20,7 +20,7 @@ setup: .venv/.locked ## set up .venv (reused while uv.lock is unchanged)
 demo: setup ## the main job on real images, on this machine
 	$(PY) examples/multi_round_vqa.py
 
-generate-demo: setup ## adapters for seven small real data sets, packed under accuracy floors; runs/demo/report.html
+generate-demo: setup ## adapters for six small real data sets, packed under accuracy floors; runs/demo/report.html
 	$(PY) examples/generate_demo_data.py
 	$(PY) -m vlora_sgl.generate examples/generate-demo.yaml
 

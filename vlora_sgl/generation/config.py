@@ -38,6 +38,7 @@ class DataSet:
         data: where the data lie (docs/generation.md).
         split: shares of train, validation and test, for sources that are not split.
         teacher: the model that labels ``data.images``.
+        steps: optimizer steps for this data set, in place of the run's.
         where: ``file:line`` of its entry, for messages.
     """
 
@@ -51,6 +52,7 @@ class DataSet:
     labels: tuple[str, ...] | None = None
     split: tuple[float, float, float] = (0.7, 0.15, 0.15)
     teacher: Mapping[str, Any] | None = None
+    steps: int | None = None
     where: str = field(default="", compare=False)
 
     @property
@@ -299,6 +301,9 @@ class _Reader:
             self.fault(section.lines["split"], f"split must be three shares above 0 that sum to 1, got {split!r}")
         data = self.data(section)
         teacher = self.teacher(section, data)
+        steps = self.get(section, "steps", int, None)
+        if steps is not None and steps < 1:
+            self.fault(section.lines["steps"], f"steps must be at least 1, got {steps}")
         question, target = self.get(section, "question", str, None), self.get(section, "target", str, None)
         if kind is not None and data is not None and not ("question" in section or "target" in section):
             unlabelled = bool({"folder", "images"} & data.keys())
@@ -317,6 +322,7 @@ class _Reader:
             labels=tuple(str(label) for label in labels) if labels is not None else None,
             split=(numbers[0], numbers[1], numbers[2]) if len(numbers) == 3 else DataSet.split,
             teacher=teacher,
+            steps=steps,
             where=f"{self.path}:{section.line}",
         )
 

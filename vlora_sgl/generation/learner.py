@@ -68,7 +68,7 @@ class Learner:
         """Train the adapter of ``sequence[:-1]`` on the last data set, keep it, and measure all on validation data."""
         start = self.state(sequence[:-1]) if len(sequence) > 1 else None
         heads = self._heads(sequence, start)
-        adapter = self._train(self._lesson(sequence), sequence, heads, start, self.config.lora.steps)
+        adapter = self._train(self._lesson(sequence), sequence, heads, start, self._steps(sequence[-1]))
         if self.process.is_main_process:
             questions = {e.question for name in sequence for e in self._sets[name].splits["train"]}
             prompt = questions.pop() if len(questions) == 1 else None
@@ -86,10 +86,9 @@ class Learner:
     def probe(self, names: Names) -> dict[str, float]:
         """A fresh adapter on all of ``names`` together for a share of the usual steps; nothing is kept."""
         lesson = Prepared.join([(part, range(len(part))) for part in (self._ready(n, "train") for n in names)])
-        usual = self.config.lora.steps or self.config.lora.epochs * len(lesson) / self.config.lora.batch_size
         heads = self._heads(names, None)
         # Every data set gets the same number of its own examples, alone or in company.
-        steps = max(1, round(self.config.probe * usual * (len(names) if self.config.lora.steps else 1)))
+        steps = max(1, round(self.config.probe * sum(self._steps(name) for name in names)))
         adapter = self._train(lesson, names, heads, None, steps)
         accuracy = {name: self._measure(adapter, name, "validation", heads) for name in names}
         self._detach(adapter)
@@ -120,6 +119,11 @@ class Learner:
         seed = int.from_bytes(hashlib.sha256(f"{self.config.seed} {sequence}".encode()).digest()[:4], "big")
         settings = replace(self.config.lora, seed=seed, steps=steps)
         return train_lora(self.model, self.processor, lesson, settings, " + ".join(sequence), heads, start)
+
+    def _steps(self, name: str) -> int:
+        """Optimizer steps for one data set."""
+        own, lora = self._sets[name].spec.steps, self.config.lora
+        return own or lora.steps or max(1, round(lora.epochs * len(self._ready(name, "train")) / lora.batch_size))
 
     def _lesson(self, sequence: Names) -> Prepared:
         """The new data set, and a share of each earlier one for rehearsal."""
