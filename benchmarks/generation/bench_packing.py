@@ -57,12 +57,13 @@ def stubbed(kind: str, worlds: int) -> dict[str, Any]:
 def real(path: Path) -> dict[str, Any]:
     """The same on the real trainer, on one configuration; every training is shared by all three."""
     from vlora_sgl.generation.learner import Learner
+    from vlora_sgl.generation.run import identity
     from vlora_sgl.generation.sources import load_run
 
     config, datasets = load_run(path)
     names = [one.spec.name for one in datasets]
     floors = {one.spec.name: one.spec.floor for one in datasets}
-    ledger = Ledger(Learner(config, datasets), floors, config.output / "ledger.jsonl", config.digest)
+    ledger = Ledger(Learner(config, datasets), floors, config.output / "ledger.jsonl", identity(config, datasets))
     extra = 3 * len(names) if config.extra is None else config.extra
     packing = fuse_by_search(names, ledger, extra, probe=config.probe > 0)
     trainings, bound = ledger.trainings, packing_bound(names, ledger)

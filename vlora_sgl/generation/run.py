@@ -39,7 +39,7 @@ def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
     started = time.monotonic()
     learner = Learner(config, datasets)
     specs = [one.spec for one in datasets]
-    digest = hashlib.sha256("".join([config.digest, *(one.fingerprint for one in datasets)]).encode()).hexdigest()[:16]
+    digest = identity(config, datasets)
     floors = {spec.name: spec.floor for spec in specs}
     with learner.process.main_process_first():
         main = learner.process.is_main_process
@@ -78,6 +78,12 @@ def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
         write_report(report, config.output)
     learner.process.wait_for_everyone()
     return report
+
+
+def identity(config: RunConfig, datasets: Sequence[LoadedSet]) -> str:
+    """What decides the outcome of trainings: configuration and data. A ledger belongs to one."""
+    parts = [config.digest, *(one.fingerprint for one in datasets)]
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
 def pack(names: Sequence[str], ledger: Ledger, config: RunConfig) -> Packing:
