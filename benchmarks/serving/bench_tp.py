@@ -45,7 +45,11 @@ def main() -> None:
         model = make_model(root / "model", args.tiny)
         adapters = make_adapters(root, model, names, args.rank)
         options = options_of(model, adapters, args.rank, load, args.tiny)
-        engines = {ranks: stack.enter_context(EngineProcess({**options, "tp_size": ranks})) for ranks in (1, 2)}
+        cores = {1: {}, 2: {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if args.tiny else {}}
+        engines = {
+            ranks: stack.enter_context(EngineProcess({**options, "tp_size": ranks}, environment=cores[ranks]))
+            for ranks in (1, 2)
+        }
         for engine in engines.values():
             engine.ready()
         for turn in range(args.rounds + 1):

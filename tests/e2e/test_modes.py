@@ -33,7 +33,7 @@ BATCHES: dict[str, list[str | None]] = {
 @pytest.fixture(scope="module")
 def engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[EngineProcess]:
     with EngineProcess(engine_options(tiny_model.path, mode_adapters)) as process:
-        yield process.ready()
+        yield process  # which starts while PEFT answers
 
 
 @pytest.mark.parametrize("mode", MODES)

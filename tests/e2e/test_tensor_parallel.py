@@ -21,8 +21,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[EngineProcess]:
-    with EngineProcess({**engine_options(tiny_model.path, mode_adapters), "tp_size": 2}) as process:
-        yield process.ready()
+    # SGLang wants one NUMA node a rank on a CPU, or to be told the cores (which it then binds only with AMX).
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if is_plain_cpu() else {}
+    options = {**engine_options(tiny_model.path, mode_adapters), "tp_size": 2}
+    with EngineProcess(options, environment=cores) as process:
+        yield process
 
 
 @pytest.mark.parametrize("mode", ["auto", "unmerged", "merged", "mixture"])

@@ -37,6 +37,7 @@ class Routing:
         tile_slots: [T, P] int32, the slot words of each tile, 0 past its last (grouped kernels).
         tile_gates: [T, P, BM] float32, weight x scaling per row (grouped kernels).
         n_tiles: [1] int32, tiles in use; T may be larger in a captured graph (grouped kernels).
+        touched: rows that apply any slot; ``None`` in a captured graph, which must serve any number.
     """
 
     rows: int
@@ -50,6 +51,7 @@ class Routing:
     tile_slots: torch.Tensor | None = None
     tile_gates: torch.Tensor | None = None
     n_tiles: torch.Tensor | None = None
+    touched: int | None = None
 
     @property
     def has_adapters(self) -> bool:
@@ -171,4 +173,5 @@ def make_routing(
         tile_rows, tile_slots, tile_gates = grouped_tables(groups, ranks, scalings, block)
         routing.tile_rows, routing.tile_slots, routing.tile_gates = put(tile_rows), put(tile_slots), put(tile_gates)
         routing.n_tiles = put(np.asarray([len(tile_rows)], dtype=np.int32))
+    routing.touched = sum(len(rows) for rows, pairs in groups if pairs)
     return routing
