@@ -1,8 +1,7 @@
 """Every mode, every neighbour: the same answers, equal to PEFT merged and unmerged.
 
 One engine of its own, because only there can a mode be forced from batch to batch. It prefills in chunks and keeps a
-radix cache; on a GPU it replays decode graphs of both variants. ``VLORA_TEST_OVERLAP=1`` turns overlap scheduling on
-on a CPU too, which is off there by default.
+radix cache. On a GPU it schedules with overlap and replays decode graphs of both variants; on a CPU it does neither.
 """
 
 from __future__ import annotations
