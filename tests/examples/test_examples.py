@@ -68,8 +68,10 @@ def embedded() -> Iterator[str]:
 
 def test_the_embedded_model_answers_better_with_its_adapters(embedded: str) -> None:
     printed = run("multi_round_vqa.py", embedded)
-    base, adapters = re.findall(r"(\d+) of 1\d right", printed)[:1] + re.findall(r"adapters (\d+) of 1\d", printed)
-    assert int(adapters) >= 9 and int(base) <= 3
+    found = re.search(r"base (\d+) of (\d+) right, adapters (\d+) of", printed)
+    assert found is not None, printed
+    base, asked, adapters = map(int, found.groups())
+    assert adapters >= 0.7 * asked and adapters - base >= 0.3 * asked, printed
 
 
 def test_the_embedded_model_finds_what_is_asked_for(embedded: str, tmp_path: Path) -> None:
