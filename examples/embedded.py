@@ -13,6 +13,7 @@ import vlora_sgl as vlora
 from vlora_sgl.heads.store import read_description
 from vlora_sgl.models import tiny
 from vlora_sgl.models.tiny import scenes
+from vlora_sgl.models.tiny.build import IMAGE_SIDE
 from vlora_sgl.models.tiny.domains import DOMAINS, QUESTIONS
 
 BOX_REGEX = r"[0-9]{1,2}( [0-9]{1,2}){3}"
@@ -91,8 +92,13 @@ def head_of(adapter: str, kind: str) -> str | None:
 
 def moving_object(seed: int, length: int = 30) -> Clip:
     """A drawn object, of an unseen combination, that moves in one direction."""
-    key_frames, (direction,) = scenes.motion(1, np.random.default_rng(seed), test=True)
-    start, end = key_frames[0].centre, key_frames[-1].centre
+    draw = np.random.default_rng(seed)
+    while True:
+        key_frames, (direction,) = scenes.motion(1, draw, test=True)
+        start, end = key_frames[0].centre, key_frames[-1].centre
+        # The model learnt places from objects off the midlines only.
+        if (abs((start + end)[0, 0] - IMAGE_SIDE) / 2 > scenes.MARGIN).all():
+            break
     frames = []
     for step in np.linspace(0, 1, length, dtype=np.float32):
         scene = replace(key_frames[0], centre=start + step * (end - start))

@@ -186,7 +186,7 @@ def main() -> None:
             if chunk.box is not None:
                 overlap = max((box.iou(chunk.box) for box in objects if box.label == chunk.shows), default=0.0)
                 said += f" (is: {chunk.shows}, overlap {overlap:.2f})"
-                row["overlap"] = overlap
+                row |= {"shows": chunk.shows, "overlap": overlap}
             rows.write(json.dumps(row) + "\n")
             print(said)
             tiles.append(

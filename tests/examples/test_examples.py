@@ -78,7 +78,7 @@ def test_the_embedded_model_finds_what_is_asked_for(embedded: str, tmp_path: Pat
     printed = run("apps/visual_retrieval.py", embedded, "--out", str(tmp_path))
     precision = [tuple(map(float, one)) for one in re.findall(r"average precision ([\d.]+) \(about ([\d.]+)", printed)]
     assert len(precision) == 3, "drawn scenes, photographs, faces"
-    assert all(reached > 0.8 and reached > chance + 0.2 for reached, chance in precision), printed
+    assert all(reached > 0.6 and reached > chance + 0.3 for reached, chance in precision), printed
     rows = [json.loads(line) for line in (tmp_path / "retrieval.jsonl").read_text().splitlines()]
     assert any(row["boxes"] for row in rows)
     assert Image.open(tmp_path / "retrieval.png").size[0] > 1000
@@ -87,6 +87,8 @@ def test_the_embedded_model_finds_what_is_asked_for(embedded: str, tmp_path: Pat
 def test_the_embedded_model_names_actions_and_places_objects(embedded: str, tmp_path: Path) -> None:
     printed = run("apps/video_analytics.py", embedded, "--chunks", "3", "--out", str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "analytics.jsonl").read_text().splitlines()]
-    assert len(rows) == 12 and {row["stream"].split()[0] for row in rows} == {"drawn", "digits"}
-    assert sum(row["action"] == row["truth"] for row in rows) >= 9, printed
-    assert sum(row.get("overlap", 0) > 0.5 for row in rows) >= 4, printed
+    streams = {row["stream"].split()[0] for row in rows}
+    assert "drawn" in streams and len(rows) == 6 * len(streams)
+    assert sum(row["action"] == row["truth"] for row in rows) >= 0.75 * len(rows), printed
+    named = [row["shows"] in {box["label"] for box in row["objects"]} for row in rows if "shows" in row]
+    assert len(named) == 6 and sum(named) >= 5, printed
