@@ -41,7 +41,11 @@ SHOWN = {
     "llava": "<|image_pad|>",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"),
 }
-FAMILIES = ("llama", "qwen2", *SHOWN)
+LLAVA_FAILS = pytest.mark.xfail(
+    reason="to find LLaVA's parts SGLang imports every model of transformers, and DeBERTa's does not compile there",
+    strict=True,
+)
+FAMILIES = ["llama", "qwen2", *(pytest.param(f, marks=LLAVA_FAILS) if f == "llava" else f for f in SHOWN)]
 KEY = {"Authorization": "Bearer secret"}
 
 
@@ -57,7 +61,7 @@ def save_family(family: str, directory: Path) -> Path:
     }
     special = {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"], "pad_token_id": 0}
     vocabulary = (len(tokenizer) + 63) // 64 * 64
-    model = tiny_model(family, text={"vocab_size": vocabulary, **special}, tokens=tokens)
+    model = tiny_model(family, text={"vocab_size": vocabulary, "intermediate_size": 64, **special}, tokens=tokens)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:  # larger than usual, so that greedy answers are no near-ties

@@ -47,11 +47,11 @@ _VISION_TOKENS = {
     "vision_start_token_id": 102,
     "vision_end_token_id": 103,
 }
-_QWEN2_VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "in_channels": 3, "spatial_merge_size": 2}
+_QWEN2_VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "in_channels": 3, "in_chans": 3, "spatial_merge_size": 2}
 
 
 def _qwen25_vl(text: Config, tokens: Config) -> nn.Module:
-    vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32}
+    vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
     text = {**text, "rope_parameters": _MROPE}
     config = Qwen2_5_VLConfig(
         text_config=text,
@@ -70,7 +70,7 @@ def _qwen2_vl(text: Config, tokens: Config) -> nn.Module:
 
 
 def _qwen3_vl(text: Config, tokens: Config) -> nn.Module:
-    vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32}
+    vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
     text = {**text, "head_dim": 8, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
     config = Qwen3VLConfig(
         text_config=text,
@@ -83,7 +83,7 @@ def _qwen3_vl(text: Config, tokens: Config) -> nn.Module:
 
 def _llava(text: Config, tokens: Config) -> nn.Module:
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
     )
     config = LlavaConfig(
         vision_config=vision,
