@@ -127,7 +127,7 @@ def test_random_interleavings_equal_cold_runs(server: Server, tmp_path: Path) ->
             with contextlib.suppress(requests.Timeout):
                 body = {"text": prompt, "image_data": [data_url(make_image(image))], "lora_path": name}
                 requests.post(f"{server.url}/generate", json=body, timeout=choose.choice((0.05, 0.2)))
-        return ask(server, prompt, name, images=(image,))["output_ids"]
+        return ask(server, prompt, name, images=(image,), timeout=300)["output_ids"]
 
     order = [choose.choice(cases) for _ in range(64)]
     with ThreadPoolExecutor(8) as pool:
