@@ -15,6 +15,7 @@ from vlora_sgl.platforms.cpu import is_plain_cpu
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,  # three processes of an engine
     pytest.mark.skipif(not is_plain_cpu() and torch.cuda.device_count() < 2, reason="needs two GPUs, or a plain CPU"),
 ]
 
