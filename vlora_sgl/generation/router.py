@@ -31,13 +31,15 @@ REPORT_FILE = "vlora_mix_report.json"
 class RouterSettings:
     """How a router is trained."""
 
-    steps: int = 300
-    batch_size: int = 24
-    learning_rate: float = 3e-3
+    steps: int = 200
+    batch_size: int = 16
+    learning_rate: float = 5e-3
     balance: float = 0.01
     top_k: int = 1
     context: str = "prefix"
     seed: int = 0
+    per_domain: int = 200
+    """Training examples drawn from each domain, at most: a router is small and needs few."""
 
 
 def load_members(model: Any, adapters: Mapping[str, Path]) -> Any:
@@ -214,7 +216,9 @@ def make_mix(
     """
     peft_model = load_members(model, adapters)
     members = list(adapters)
-    spec = train_router(peft_model, processor, members, [e for rows in train.values() for e in rows], settings)
+    rng = random.Random(settings.seed)
+    drawn = [e for rows in train.values() for e in rng.sample(list(rows), min(settings.per_domain, len(rows)))]
+    spec = train_router(peft_model, processor, members, drawn, settings)
     assert spec.router is not None
     write_mix(out, members, spec.router, spec.top_k)
     rows = {domain: prepared(peft_model, processor, examples) for domain, examples in test.items()}
