@@ -41,4 +41,5 @@ def test_folding_in_bfloat16_stays_within_the_bound_of_one_rounding_a_weight(tin
         moved = (logprobs(folded, PROMPT, ANSWER) - wanted).abs()
         without = (logprobs(original, PROMPT, ANSWER) - wanted).abs()
     assert (moved <= bounds).all() and (moved > bounds / 1e3).any(), (moved, bounds)
-    assert (without > 5 * bounds).all(), "the bound would not tell a fold from none"
+    # Not of every token: an adapter may leave one where it was.
+    assert (without > 5 * bounds).any(), "the bound would not tell a fold from none"
