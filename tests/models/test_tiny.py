@@ -144,7 +144,8 @@ def test_the_log_says_heads_are_as_good_as_decoding_and_adapters_lift_their_doma
     log = json.loads((tiny.path().parent / LOG).read_text())
     assert all(row["accuracy"] >= 0.85 for kind, row in log["base"].items() if kind in FIVE), log["base"]
     for name, row in log.get("adapters", {}).items():
-        assert row["adapter"] >= row["base"] + 0.2, (name, row)
+        # By 20 points, or to 95 % where the base leaves less room than that: it knows a face from none by itself.
+        assert row["adapter"] >= min(row["base"] + 0.2, 0.95), (name, row)
         for head in row["heads"].values():
             assert head["kind"] == "detect" or head["value"] >= row["adapter"], (name, row)
 

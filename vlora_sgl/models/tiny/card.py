@@ -27,7 +27,8 @@ domain.
 Nothing was chosen on a test split: the number of steps is fixed, and a closed-set head keeps its trained weights only
 where they beat the LM head's own rows on the validation split. Known limits: unseen means an unseen triple of color,
 shape and background; every pair of color and shape was seen. The base was taught to repeat the adapters' answer words,
-not what they mean, so part of an adapter's gain is knowing which words answer its question. Test tiles of photos and
+not what they mean, so part of an adapter's gain is knowing which words answer its question; it already says yes and
+no, so the adapter for faces has little left to gain. Test tiles of photos and
 surfaces come from the same photographs as the training tiles, without overlap. Small test splits are noisy: one of 50
 faces is two points.
 """
