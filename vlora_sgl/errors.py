@@ -7,6 +7,8 @@ VLoraError                      anything of ours; catch this to catch all
 +-- UnknownAdapterError (KeyError)  no adapter of that name; carries the names that exist
 +-- HeadError (ValueError)      a vision head that is missing, malformed or does not fit
 +-- RequestError (ValueError)   a request that cannot be served as asked
++-- ClusterError (RuntimeError)  no replica of a cluster can take the request now; ask again later
+    +-- ReplicaLostError        the replicas that were answering the request ended
 +-- MissingDependencyError (ImportError)  an optional package that this use needs; the message says how to get it
 +-- ProgramError (RuntimeError) a statement of a program failed; the message names its file and line
     +-- ProgramCancelled        the program's run was cancelled by its caller
@@ -63,6 +65,18 @@ class HeadError(VLoraError, ValueError):
 
 class RequestError(VLoraError, ValueError):
     """A request that cannot be served as asked."""
+
+
+class ClusterError(VLoraError, RuntimeError):
+    """No replica of the cluster can take a request now."""
+
+    http_status = 503
+
+
+class ReplicaLostError(ClusterError):
+    """The replicas that were answering a request ended, and it is not sent to another."""
+
+    http_status = 502
 
 
 class MissingDependencyError(VLoraError, ImportError):

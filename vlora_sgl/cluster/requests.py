@@ -1,0 +1,80 @@
+"""What a router must know of a request's body: which adapters it names, and which image it is about."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from vlora_sgl.errors import UnknownAdapterError
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request needs of a replica.
+
+    Attributes:
+        adapters: that it names, the most frequent first; none for the base model alone.
+        content: digest of its first image, or None.
+    """
+
+    adapters: tuple[str, ...] = ()
+    content: bytes | None = None
+
+
+def read(body: bytes, adapters: Collection[str], bases: Collection[str]) -> Wanted:
+    """Look into a body of ``/generate``, of an OpenAI route or of a vision route.
+
+    A body that is no JSON object wants nothing: the replica says what is wrong with it.
+
+    Args:
+        body: as the client sent it.
+        adapters: names that the cluster knows.
+        bases: names of the base model.
+
+    Raises:
+        UnknownAdapterError: it names an adapter that the cluster does not know.
+    """
+    try:
+        data = json.loads(body)
+    except ValueError:
+        return Wanted()
+    if not isinstance(data, dict):
+        return Wanted()
+    named = data.get("lora_path")
+    names = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+    model = data.get("model")
+    if isinstance(model, str) and model not in bases:
+        base, separator, adapter = (part.strip() for part in model.partition(":"))
+        name = adapter if separator and base in bases and model not in adapters else model
+        names = [name]
+    for name in names:
+        if name not in adapters:
+            raise UnknownAdapterError(name, adapters)
+    ordered = tuple(sorted(set(names), key=lambda name: (-names.count(name), names.index(name))))
+    return Wanted(ordered, _digest(_first_image(data)))
+
+
+def _first_image(data: dict[str, Any]) -> Any:
+    """The first image in a body of any of our routes, in whatever form, or None."""
+    images = data.get("image_data")
+    while isinstance(images, list):
+        images = images[0] if images else None
+    if images:
+        return images
+    messages = data.get("messages")
+    turns = [turn.get("content") for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
+    for parts in (data.get("input"), *turns):
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and part.get("image_url"):
+                return part["image_url"]
+    return None
+
+
+def _digest(image: Any) -> bytes | None:
+    if image is None:
+        return None
+    text = image if isinstance(image, str) else json.dumps(image, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -1,0 +1,137 @@
+"""Replicas as processes: started, watched, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from vlora_sgl.cluster.replica import Replica
+from vlora_sgl.errors import ClusterError
+
+START_POLL_S = 1.0
+HEALTH_TIMEOUT_S = 30.0
+"""SGLang's own check takes up to 20 s before it says no."""
+QUICK_END_S, LONGEST_PAUSE_S = 60.0, 30.0
+"""A replica that ended sooner than this after its start is started again after a pause that doubles up to this."""
+
+
+def say(text: str) -> None:
+    """Tell the operator."""
+    print(f"vlora_sgl: {text}", file=sys.stderr, flush=True)
+
+
+class Supervisor:
+    """Keeps one replica serving.
+
+    Args:
+        replica: what the router knows it by.
+        session: for health checks.
+        on_ready: called when it answers; it serves when this returns.
+        interval: seconds between health checks.
+        command: what starts it; None for a replica that somebody else starts.
+        environment: for that process.
+        log: file for its output.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        session: aiohttp.ClientSession,
+        on_ready: Callable[[Replica], Awaitable[None]],
+        interval: float,
+        command: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self.replica, self.session, self.on_ready, self.interval = replica, session, on_ready, interval
+        self.command, self.environment, self.log = command, environment, log
+        self.process: asyncio.subprocess.Process | None = None
+        self._suspected = asyncio.Event()
+
+    def suspect(self) -> None:
+        """A request could not be sent, or its answer broke off: look now whether the replica is well."""
+        self._suspected.set()
+
+    async def run(self) -> None:
+        """Start, watch and start again until cancelled; then end the process."""
+        pause = 1.0
+        try:
+            while True:
+                began = time.monotonic()
+                await self._start()
+                try:
+                    await self._watch()
+                finally:
+                    self.replica.end()
+                    await self._stop()
+                pause = min(2 * pause, LONGEST_PAUSE_S) if time.monotonic() - began < QUICK_END_S else 1.0
+                print(
+                    f"vlora_sgl: replica {self.replica.number} ended; starting it again", file=sys.stderr, flush=True
+                )
+                await asyncio.sleep(pause)
+        finally:
+            self.replica.end()
+            await self._stop()
+
+    async def _start(self) -> None:
+        if self.command is None:
+            return
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(self.log.open("ab")) if self.log else None
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command, stdout=output, stderr=output, env=self.environment, start_new_session=True
+            )
+
+    async def _watch(self) -> None:
+        """Return when the replica is lost."""
+        ended = asyncio.ensure_future(self.process.wait()) if self.process else None
+        try:
+            while not await self._healthy():
+                if ended and ended.done():
+                    return
+                await asyncio.sleep(START_POLL_S)
+            try:
+                await self.on_ready(self.replica)
+            except ClusterError as error:
+                say(str(error))
+                return
+            while True:
+                self._suspected.clear()
+                looks = [asyncio.ensure_future(self._suspected.wait()), *([ended] if ended else [])]
+                await asyncio.wait(looks, timeout=self.interval, return_when=asyncio.FIRST_COMPLETED)
+                looks[0].cancel()
+                if (ended and ended.done()) or not (await self._healthy() or await self._healthy()):
+                    return
+        finally:
+            if ended:
+                ended.cancel()
+
+    async def _healthy(self) -> bool:
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        try:
+            async with self.session.get(f"{self.replica.url}/health", timeout=timeout) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def _stop(self) -> None:
+        """End the process and its children: they share a process group."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), 10)
+                break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # children that outlived the launcher
