@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from vlora_sgl.kernels import tiling
-from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, make_routing
+from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, launch, make_routing
 from vlora_sgl.kernels.tiling import OPS, Tile, TilingTable, default_tile, unpack
 
 CUDA = torch.cuda.is_available()
@@ -129,7 +130,7 @@ def test_torch_path(shape, routing, dtype):
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])], ids=str)
 @pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize("plan", ["grid", "grouped"])
+@pytest.mark.parametrize("plan", ["grid", "fused", "grouped"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernel(shape, routing, plan, split, dtype):
@@ -138,6 +139,24 @@ def test_kernel(shape, routing, plan, split, dtype):
     if not CUDA and (list(SHAPES).index(shape) + list(ROUTINGS).index(routing)) % 2 != (split == 3):
         pytest.skip("every shape with half of the routings in either dtype, for time")
     run_case(shape, routing, dtype, plan != "grouped", tiles(split, plan))
+
+
+@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_kernel_leaves_rows_past_the_batch_alone(accumulate):
+    """A graph's tables name the rows of its largest batch; a smaller graph's tensors end before them."""
+    x, w, bias, a, b, groups, ranks, scalings, offsets, _ = make_case("one-part", "one-adapter", torch.float32, False)
+    spare = np.arange(5, 40, dtype=np.int32)
+    wide = make_routing([*groups[:1], (spare, ())], 40, ranks, scalings, DEVICE, dense=False, block=16)
+    wide.rows = 5
+    y = torch.full((40, offsets[-1]), float("nan"), device=DEVICE)
+    y[:5] = torch.nn.functional.linear(x, w, bias)
+    exact = atmm_reference(y[:5].cpu(), x.cpu(), a.cpu(), b.cpu(), groups, ranks, scalings, offsets).to(DEVICE)
+    launched = launch.grouped if accumulate else partial(launch.grouped, accumulate=False)
+    base = y[:5].clone()
+    launched(y[:5], x, a, b, wide, offsets, Tile(16, 32, 32, 1, 4, 2), Tile(16, 32, 0, 1, 4, 2, run=2))
+    assert torch.isnan(y[5:]).all()
+    assert torch.allclose(y[:5].double() if accumulate else (y[:5] + base).double(), exact, atol=1e-4)
 
 
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="starts the interpreter run where there is no GPU")
@@ -152,7 +171,7 @@ def test_kernels_interpreted():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-@pytest.mark.parametrize("plan", ["grid", "grouped"])
+@pytest.mark.parametrize("plan", ["grid", "fused", "grouped"])
 def test_graph_replay_equals_eager_bit_for_bit(plan):
     x, w, bias, a, b, _, _, _, offsets, route = make_case(
         "qkv-unequal-odd-ranks", "two-slots-a-row", torch.bfloat16, plan != "grouped"

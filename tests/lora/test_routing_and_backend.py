@@ -84,7 +84,7 @@ def test_graph_tables_hold_what_fresh_tables_hold_and_forget_the_batch_before(ro
     runs = [(((0, 1.0), (2, -1.0)), 2), ((), 1), (((1, 1.0),), rows - 3)]
     view = tables.refresh(runs, ranks, scalings)
     groups, _ = groups_of(runs)
-    fresh = make_routing(groups, rows, ranks, scalings, "cpu")
+    fresh = make_routing(groups, rows, ranks, scalings, "cpu", block=tables.block)
     if rows <= 64:
         count = int(fresh.active[0])
         assert torch.equal(view.active[: 2 + count], fresh.active[: 2 + count])

@@ -146,7 +146,7 @@ def default_tile(fields: Mapping[str, int]) -> Tile:
     rows, wide = 1 << fields["rows"], fields["n"] >= 16384
     block_m = min(max(16, rows), 64)
     return {
-        "linear": Tile(block_m, 32, 256, 1, 4, 4, "grid"),
+        "linear": Tile(block_m, 64, 128, 2, 4, 4, "fused"),
         "shrink": Tile(block_m, 32, 256, 4, 4, 3),
         "expand": Tile(block_m, 128 if wide else 32, 0, 1, 4, 4),
         "grouped_shrink": Tile(64, 64, 64, 1 if rows >= 4096 else 4, 4, 4),

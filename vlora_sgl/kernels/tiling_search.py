@@ -40,8 +40,8 @@ READ_RATE = 3.0e12  # bytes per second from device memory, and from L2: the roof
 CACHE_RATE = 5.5e12
 SHARED_BYTES = 227 << 10
 PARTNER = {
-    "linear": "expand",
-    "shrink": "expand",
+    "linear": "shrink",
+    "shrink": "linear",
     "expand": "shrink",
     "grouped_shrink": "grouped_write",
     "grouped_write": "grouped_shrink",
@@ -114,14 +114,14 @@ def bytes_and_flops(job: Job) -> tuple[float, float]:
     x, y, h = job.rows * p.k, job.rows * p.n, job.rows * job.pairs * low
     elements = {
         "linear": x + y + a + b + p.n * p.k,
-        "shrink": x + a + h,
+        "shrink": x + y + a + b + p.n * p.k,
         "expand": h + b + 2 * y,
         "grouped_shrink": x + a + h,
         "grouped_expand": h + b + 2 * y,
         "grouped_write": h + b + y,
     }[job.op]
     flops = 2.0 * job.rows * job.pairs * {"s": low * p.k, "e": job.rank * p.n}["s" if "shrink" in job.op else "e"]
-    if job.op == "linear":
+    if job.op in ("linear", "shrink"):
         flops = 2.0 * job.rows * (p.n * p.k + job.pairs * (low * p.k + job.rank * p.n))
     return float(elements * size), flops
 
@@ -135,24 +135,50 @@ def candidates(job: Job) -> list[Tile]:
     if job.op in ("grouped_expand", "grouped_write"):
         spans = itertools.product((64, 128, 256), (4, 8), (1, 4, 16))
         return [Tile(block_m, n, 0, 1, warps, 2, run=run) for n, warps, run in spans]
+    if job.op == "linear":
+        return _linears(job, block_m)
     grouped = job.op == "grouped_shrink"
     ranked: list[tuple[float, Tile]] = []
-    plan = "grid" if job.op == "linear" else ""
     narrow = min(64, 16 * (len(job.projection.offsets) - 1)) if grouped else 16
-    for n, k, split in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8)):
+    for n, k, split in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8, 16)):
         stage = (block_m + n) * k * job.dtype.itemsize
         # As deep a pipeline as lets two programs share a multiprocessor; else one program alone.
         stages = min(6, 100 * 1024 // stage + 1)
         stages = stages if stages >= 3 else min(4, SHARED_BYTES // stage)
         programs = _programs(job, n) * split
-        if stages < 2 or n < narrow or job.projection.k < 4 * k * split or (split > 1 and programs > 1056):
+        if stages < 2 or n < narrow or job.projection.k < 2 * k * split or (split > 1 and programs > 1056):
             continue
         cost = _estimate(job, n, split, stages * stage)
-        ranked.append((cost, Tile(block_m, n, k, split, 4 if n <= 64 else 8, stages, plan)))
+        ranked.append((cost, Tile(block_m, n, k, split, 4 if n <= 64 else 8, stages)))
+    return _pruned(job, ranked)
+
+
+def _linears(job: Job, block_m: int) -> list[Tile]:
+    """Base GEMM and expand in one launch: what keeps enough bytes under way on each multiprocessor."""
+    ranked = []
+    for n, k, split, share in itertools.product((32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 6, 8), (1, 2, 3)):
+        stage = (block_m + n) * k * job.dtype.itemsize
+        stages = min(8, SHARED_BYTES // share // stage)
+        programs = math.ceil(job.projection.n / n) * split
+        if stages < 3 or job.projection.k < 3 * k * split or (split > 1 and programs > 3000):
+            continue
+        x = min(job.rows, 64) * job.projection.k * job.dtype.itemsize
+        moved, _ = bytes_and_flops(job)
+        waves = programs / (132 * share)
+        idle = math.ceil(waves) / waves if waves > 0.8 else 1.25 / waves
+        cost = max(moved / READ_RATE, (moved + programs / split * x) / CACHE_RATE) * idle**0.5 + 0.4e-6 * split
+        for warps in (4, 8) if n == 128 else (4,):
+            ranked.append((cost, Tile(block_m, n, k, split, warps, stages, "fused")))
+    return _pruned(job, ranked)
+
+
+def _pruned(job: Job, ranked: list[tuple[float, Tile]]) -> list[Tile]:
+    """Best estimate first, without those more than half as dear again; the built-in tile before all of them."""
     ranked.sort(key=lambda item: item[0])
     # The built-in tile is always tried: a search must not end below where it started.
     own = tiling.default_tile(tiling.unpack(job.key))
-    return [own, *(tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0] and tile != own)]
+    tiles = dict.fromkeys([own, *(tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0])])
+    return list(tiles)
 
 
 def _programs(job: Job, block_n: int) -> int:
@@ -160,12 +186,13 @@ def _programs(job: Job, block_n: int) -> int:
     low = math.ceil(parts * rp / block_n)
     if job.op == "grouped_shrink":
         return low * job.pairs * math.ceil(job.rows / 64)
-    return low * job.slots + (math.ceil(job.projection.n / block_n) if job.op == "linear" else 0)
+    return low * job.slots
 
 
 def _estimate(job: Job, block_n: int, split: int, shared: int) -> float:
-    """Seconds by the roofline: device memory once, x through L2 once per column tile, and half-empty waves."""
-    moved, _ = bytes_and_flops(job)
+    """Seconds of a shrink by the roofline: A once, x through L2 once per column tile, and half-empty waves."""
+    p, low = job.projection, (len(job.projection.offsets) - 1) * job.rank
+    moved = (job.rows * (p.k + job.pairs * low) + job.slots * low * p.k) * job.dtype.itemsize
     programs = _programs(job, block_n)
     x = min(job.rows, 64) * job.projection.k * job.dtype.itemsize
     cached = moved + programs * x
@@ -198,7 +225,7 @@ class Case:
         self.y = [rand(job.rows, p.n) for _ in range(self.copies)]
         self.a = [rand(job.slots, parts * job.rank, p.k).mul_(p.k**-0.5) for _ in range(self.copies)]
         self.b = [rand(job.slots, p.n, job.rank).mul_(job.rank**-0.5) for _ in range(self.copies)]
-        self.w = [rand(p.n, p.k).mul_(p.k**-0.5) for _ in range(self.copies)] if job.op == "linear" else []
+        self.w = [rand(p.n, p.k).mul_(p.k**-0.5) for _ in range(self.copies)] if job.op in ("linear", "shrink") else []
         rows = np.arange(job.rows, dtype=np.int32)
         groups = []
         for s, own in enumerate(np.array_split(rows, min(job.slots, job.rows))):
@@ -217,12 +244,9 @@ class Case:
         args = (self.y[i], self.x[i], self.a[i], self.b[i], self.routing, offsets)
         other = other or tiling.default_tile(tiling.unpack(replace(job, op=PARTNER[job.op]).key))
         if job.op == "linear":
-            if tile.plan == "library":
-                y = F.linear(self.x[i], self.w[i])
-                return launch.dense(y, *args[1:], tile, other)
-            return launch.dense(*args, tile, other, weight=self.w[i])
+            return launch.dense(*args, other, tile, weight=self.w[i])
         if job.op == "shrink":
-            return launch.dense(*args, tile, other)
+            return launch.dense(*args, tile, other, weight=self.w[i])
         if job.op == "expand":
             return launch.dense(*args, other, tile)
         if job.op == "grouped_shrink":
@@ -254,9 +278,9 @@ def error_ratio(case: Case, run: Callable[[int], torch.Tensor]) -> float:
     """max |out - float64| over torch's own same-dtype error, on poisoned outputs where the operation writes them."""
     job, offsets = case.job, case.job.projection.offsets
     x, a, b = case.x[0], case.a[0], case.b[0]
-    writes = job.op in ("linear", "grouped_write", "grouped_shrink")
+    writes = job.op in ("linear", "shrink", "grouped_write", "grouped_shrink")
     start = torch.zeros_like(case.y[0]) if writes else case.y[0].clone()
-    if job.op == "linear":
+    if case.w:
         exact, own = x.double() @ case.w[0].double().T, F.linear(x, case.w[0])
     else:
         exact, own = start.double(), start.clone()
@@ -301,7 +325,7 @@ def jobs_of(
     """The keys of a model, decode before prefill, each operation's expand before what needs it."""
     for count, s, rank, p in itertools.product(rows, slots, ranks, shapes):
         if count <= DENSE_MAX_ROWS:
-            for op in ("expand", "linear", "shrink"):
+            for op in ("shrink", "linear", "expand"):
                 yield Job(op, p, rank, count, s, 1, dtype)
         else:
             for op in ("grouped_shrink", "grouped_write", "grouped_expand"):
@@ -358,8 +382,6 @@ def _best(job: Job, tiles: Sequence[Tile], done: dict[int, tuple[Tile, dict[str,
     partner = done.get(replace(job, op=PARTNER[job.op]).key)
     other = partner[0] if partner else None
     timed = []
-    if job.op == "linear":
-        tiles = [*tiles, *(Tile(max(16, 1 << tiling.bucket(job.rows)), 32, 256, s, 4, 3, "library") for s in (4, 7))]
     for tile in tiles:
         run = partial(case.run, tile, other=other)
         try:
@@ -380,8 +402,7 @@ def _best(job: Job, tiles: Sequence[Tile], done: dict[int, tuple[Tile, dict[str,
     }
     if job.op == "linear":
         base = measure(lambda i: F.linear(case.x[i], case.w[i]), case.copies)[0]
-        best = {p: min((t[0] for t, c in timed if c.plan == p), default=None) for p in ("grid", "library")}
-        row |= {"base_us": round(base, 2), "by_plan": best}
+        row |= {"base_us": round(base, 2)}
     return row
 
 

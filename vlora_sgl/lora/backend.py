@@ -17,10 +17,17 @@ from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm, atmm_linear, make_routing
 from vlora_sgl.kernels.atmm.launch import library_linear
-from vlora_sgl.kernels.atmm.routing import active_table, check_groups, check_slot, grouped_tables
+from vlora_sgl.kernels.atmm.routing import (
+    DENSE_MAX_SLOTS,
+    TILE_ROWS,
+    active_table,
+    check_groups,
+    check_slot,
+    grouped_tables,
+    is_dense,
+)
 from vlora_sgl.lora.routing import Run, groups_of
 
-GRAPH_TILE_ROWS = 64
 GRAPH_PAIRS = 2
 _ALIGN = 16  # 4-byte words: each table of the shared buffer starts at a 64-byte boundary
 
@@ -52,16 +59,16 @@ class GraphTables:
 
     def __init__(self, max_rows: int, slots: int, device: torch.device) -> None:
         self.slots, self.max_rows, self.device = slots, max_rows, device
-        dense_rows = min(max_rows, DENSE_MAX_ROWS)
-        # Every tile but each group's last is full; a group is a slot tuple: each slot's own, or base rows.
-        self.max_tiles = 0 if max_rows <= DENSE_MAX_ROWS else 2 * slots + 1 + max_rows // GRAPH_TILE_ROWS
+        self.dense_rows = min(max_rows, DENSE_MAX_ROWS) if is_dense(1, slots) else 0
+        self.block = TILE_ROWS[slots <= DENSE_MAX_SLOTS]  # many slots, few rows each
+        self.max_tiles = self._most_tiles(max_rows) if max_rows > self.dense_rows else 0
         sizes = {
             "active": 2 + slots,
-            "gates": dense_rows * slots,
+            "gates": self.dense_rows * slots,
             "n_tiles": 1,
-            "tile_rows": self.max_tiles * GRAPH_TILE_ROWS,
+            "tile_rows": self.max_tiles * self.block,
             "tile_slots": self.max_tiles * GRAPH_PAIRS,
-            "tile_gates": self.max_tiles * GRAPH_PAIRS * GRAPH_TILE_ROWS,
+            "tile_gates": self.max_tiles * GRAPH_PAIRS * self.block,
         }
         self.at: dict[str, slice] = {}
         end = 0
@@ -76,6 +83,10 @@ class GraphTables:
         self._turn = 0
         self._routings: dict[int, Routing] = {}
 
+    def _most_tiles(self, rows: int) -> int:
+        """Every tile but each group's last is full; a group is a slot tuple: each slot's own, or base rows."""
+        return 2 * self.slots + 1 + rows // self.block
+
     def routing(self, rows: int) -> Routing:
         """The tables as a captured launch of ``rows`` rows sees them."""
         if rows not in self._routings:
@@ -85,14 +96,15 @@ class GraphTables:
     def _views_for(self, rows: int) -> Routing:
         words, at = self.buffer, self.at
         view = Routing(rows, self.slots, [])
-        if rows <= DENSE_MAX_ROWS:
+        if is_dense(rows, self.slots):
             view.active = words[at["active"]]
             view.gates = words[at["gates"]].view(torch.float32).view(-1, self.slots)[:rows]
         else:
             view.n_tiles = words[at["n_tiles"]]
-            view.tile_rows = words[at["tile_rows"]].view(-1, GRAPH_TILE_ROWS)
-            view.tile_slots = words[at["tile_slots"]].view(-1, GRAPH_PAIRS)
-            view.tile_gates = words[at["tile_gates"]].view(torch.float32).view(-1, GRAPH_PAIRS, GRAPH_TILE_ROWS)
+            most = self._most_tiles(rows)  # tiles of rows past the batch come last
+            view.tile_rows = words[at["tile_rows"]].view(-1, self.block)[:most]
+            view.tile_slots = words[at["tile_slots"]].view(-1, GRAPH_PAIRS)[:most]
+            view.tile_gates = words[at["tile_gates"]].view(torch.float32).view(-1, GRAPH_PAIRS, self.block)[:most]
         return view
 
     def refresh(self, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float]) -> Routing:
@@ -108,7 +120,7 @@ class GraphTables:
         host = self._views[turn]
         rows = sum(count for _, count in runs)
         # A batch may be padded up to a graph of either family, so both tables are filled where both exist.
-        if rows <= DENSE_MAX_ROWS:
+        if rows <= self.dense_rows:
             self._put_gates(host, runs, ranks, scalings)
         if self.max_tiles:
             self._put_tiles(host, runs, ranks, scalings)
@@ -143,7 +155,7 @@ class GraphTables:
         groups, rows = groups_of(runs)
         check_groups(groups, rows, ranks)
         spare = np.arange(rows, self.max_rows, dtype=np.int32)
-        tiles, slots, gates = grouped_tables([*groups, (spare, ())], ranks, scalings, GRAPH_TILE_ROWS)
+        tiles, slots, gates = grouped_tables([*groups, (spare, ())], ranks, scalings, self.block)
         count, width = slots.shape
         if count > self.max_tiles or width > GRAPH_PAIRS:
             raise ConfigError(
@@ -151,11 +163,11 @@ class GraphTables:
                 f"({self.max_tiles}, {GRAPH_PAIRS}); lower --cuda-graph-max-bs to {DENSE_MAX_ROWS}"
             )
         host[self.at["n_tiles"]] = count
-        host[self.at["tile_rows"]].reshape(-1, GRAPH_TILE_ROWS)[:count] = tiles
+        host[self.at["tile_rows"]].reshape(-1, self.block)[:count] = tiles
         every = host[self.at["tile_slots"]].reshape(-1, GRAPH_PAIRS)
         every[:] = 0
         every[:count, :width] = slots
-        all_gates = host[self.at["tile_gates"]].view(np.float32).reshape(-1, GRAPH_PAIRS, GRAPH_TILE_ROWS)
+        all_gates = host[self.at["tile_gates"]].view(np.float32).reshape(-1, GRAPH_PAIRS, self.block)
         all_gates[:count, :width] = gates
 
 

@@ -20,6 +20,7 @@ from vlora_sgl.core import AdapterId, BatchPlan
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.heads.store import load_heads, read_description
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Pairs
+from vlora_sgl.kernels.atmm.routing import is_dense
 from vlora_sgl.lora.access import allowed_directory
 from vlora_sgl.lora.described import DescribedAdapter, DescribedLoRAManager
 from vlora_sgl.mixes.regroup import Routed, add_gates, device_tiles, host_groups, others, put
@@ -68,7 +69,8 @@ class MixingLoRAManager(DescribedLoRAManager):
         if not (self._routed and capacity):
             return
         config = self.base_hf_config
-        self.mix_tables = MixTables(capacity, config.hidden_size, config.vocab_size, DENSE_MAX_ROWS, self.device)
+        rows = DENSE_MAX_ROWS if is_dense(DENSE_MAX_ROWS, self.max_loras_per_batch) else 0
+        self.mix_tables = MixTables(capacity, config.hidden_size, config.vocab_size, rows, self.device)
         self.mix_tables.bind(req_to_token, token_slots)
         self._first_layer().register_forward_pre_hook(self._route_tokens, with_kwargs=True)
 
@@ -171,8 +173,12 @@ class MixingLoRAManager(DescribedLoRAManager):
         return (*((self._slot(uid), 0.0) for uid in mix.members), *super()._slot_pairs(None, merged))
 
     def _in_graph(self, forward_batch: Any) -> bool:
-        mixed = forward_batch.batch_size > DENSE_MAX_ROWS and self.has_mix(forward_batch.lora_ids)
-        return super()._in_graph(forward_batch) and not mixed
+        return super()._in_graph(forward_batch) and not self.exceeds_graph(forward_batch)
+
+    def exceeds_graph(self, forward_batch: Any) -> bool:
+        """Whether a batch has mixes but more rows than a captured graph can route."""
+        rows = self.mix_tables.max_rows if self.mix_tables is not None else 0
+        return forward_batch.batch_size > rows and self.has_mix(forward_batch.lora_ids)
 
     def has_mix(self, adapters: Iterable[AdapterId] | None) -> bool:
         """Whether any of these is a mix."""
@@ -186,6 +192,8 @@ class MixingLoRAManager(DescribedLoRAManager):
         if self.mix_tables is None or batch is None or _sgl.capture_mode.get_is_capture_mode():
             return
         if batch.in_graph:
+            if forward_batch.batch_size > self.mix_tables.max_rows:
+                return
             indices = [self.mixes[a].index if a in self.mixes else -1 for a in forward_batch.lora_ids]
             named = {a for a in forward_batch.lora_ids if a in self.mixes}
             self.mix_tables.refresh(indices, {self.mixes[a].index: self._members_of(a) for a in named})

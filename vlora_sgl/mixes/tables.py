@@ -49,7 +49,7 @@ class MixTables:
     Args:
         capacity: mixes that can be loaded at once.
         hidden, vocabulary: of the base model.
-        max_rows: decode rows of the largest captured graph, at most ``DENSE_MAX_ROWS``; 0 without graphs.
+        max_rows: decode rows that a captured graph can route; 0 where ATMM's dense kernels do not run.
     """
 
     def __init__(self, capacity: int, hidden: int, vocabulary: int, max_rows: int, device: torch.device) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from vlora_sgl import _sgl
-from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 
 
 class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
@@ -27,7 +26,6 @@ class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
 
     def can_run_graph(self, forward_batch: Any) -> Any:
         """SGLang's verdict; a batch too large for the routing kernel of mixes runs eagerly if it has any."""
-        manager = self.model_runner.lora_manager
-        if forward_batch.batch_size > DENSE_MAX_ROWS and manager.has_mix(forward_batch.lora_ids):
+        if self.model_runner.lora_manager.exceeds_graph(forward_batch):
             return False
         return super().can_run_graph(forward_batch)

@@ -126,7 +126,10 @@ def atmm_linear(
     parts = len(offsets) - 1
     if routing.gates is not None:
         tile, expand = _tiles("linear", "expand", b, x.shape[1], parts, routing, table)
-        if tile.plan != "library":
+        if tile.plan == "fused":
+            shrink, _ = _tiles("shrink", "expand", b, x.shape[1], parts, routing, table)
+            return launch.dense(y, x, a, b, routing, offsets, shrink, tile, weight, bias)
+        if tile.plan == "grid":
             return launch.dense(y, x, a, b, routing, offsets, tile, expand, weight, bias)
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
     if routing.touched is not None and routing.touched < WRITE_FIRST_SHARE * routing.rows:

@@ -15,7 +15,8 @@ Two families, chosen by the number of rows:
   no sorting, and every routing (two slots a row, k gates a row) is the same launch. The shrink's programs and the base
   GEMM's share one grid, because A rows are just more weight rows for the same x; the expand follows in a second launch
   that fetches B while the first one finishes.
-- *grouped* (prefill): rows with the same slots are gathered into tiles; a program works on one tile.
+- *grouped* (prefill, and decode with many slots): rows with the same slots are gathered into tiles; a program works on
+  one tile. Tiles may name rows past the batch (a graph's tables serve every batch size): they are left alone.
 
 Split-K partials are summed by the last program to arrive, in a fixed order: results are repeatable bit for bit.
 """
@@ -214,6 +215,117 @@ def dense_kernel(
 
 
 @triton.jit
+def dense_linear_kernel(
+    x,
+    w,
+    bias,
+    y,
+    b,
+    h,
+    active,
+    partials,
+    counters,
+    m,
+    stride_x,
+    stride_y,
+    stride_w,
+    b_slot,
+    b_row,
+    K: tl.constexpr,
+    O1: tl.constexpr,
+    O2: tl.constexpr,
+    O3: tl.constexpr,
+    O4: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SLOTS_P: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = x W^T + bias + h B^T: the base GEMM with the expand as further reduction steps, behind a shrink.
+
+    With PDL it starts while the shrink runs, streams W, and waits for h only when it is through with W. So x must be
+    complete when the *shrink* starts its work: the shrink passes ``gdc_wait`` before it lets this kernel start. Split-K
+    programs share out the slots as they share out K. Products are W x^T, whose wide side is the weights' (``wgmma``
+    takes 64 and more).
+    """
+    pid = tl.program_id(0)
+    tile = pid // SPLIT
+    split = pid % SPLIT
+    part, n0, end = _locate(tile, BN, O1, O2, O3, O4)
+    lane = tl.arange(0, BN)
+    cols = n0 + lane
+    col_live = (cols < end)[:, None]
+    rows = tl.arange(0, BM)
+    row_live = rows < m
+    n_active = tl.load(active)
+    ragged = tl.load(active + 1)
+    order = tl.arange(0, SLOTS_P)
+    words = tl.load(active + 2 + order, mask=order < SLOTS, other=0)
+    k_low = tl.arange(0, RP)
+    b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k_low[None, :]  # [BN, RP]
+    h_ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * C * RP) + (part * RP + k_low)[None, :]  # [BM, RP]
+    if PDL:
+        # B lies in L2 by the time W is through.
+        starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
+        starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
+        for i in range(split, n_active, SPLIT):
+            _to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    SPAN: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    first = split * SPAN
+    last = tl.minimum(first + SPAN, STEPS)
+    x_ptrs = x + rows.to(tl.int64)[:, None] * stride_x
+    w_ptrs = w + cols.to(tl.int64)[:, None] * stride_w
+    acc = tl.zeros((BN, BM), tl.float32)
+    for step in range(first, last):
+        k = step * BK + tl.arange(0, BK)
+        if K % BK == 0:
+            xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None], other=0.0, eviction_policy="evict_last")
+            wk = tl.load(w_ptrs + k[None, :], mask=col_live, other=0.0, eviction_policy="evict_first")
+        else:
+            xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
+            wk = tl.load(w_ptrs + k[None, :], mask=col_live & (k < K)[None, :], other=0.0)
+        acc = _dot(wk, xk.T, acc)
+    if PDL:
+        gdc_wait()
+    # .cg: another multiprocessor has just written h.
+    if ragged == 0:
+        for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
+            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k_low, R, False)
+            low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
+            acc = _dot(b_tile, low.T, acc)
+    else:
+        for i in range(split, n_active, SPLIT):
+            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k_low, R, True)
+            low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
+            acc = _dot(b_tile, low.T, acc)
+
+    if SPLIT > 1:
+        spot = lane[:, None] * BM + rows[None, :]
+        own = partials + tile.to(tl.int64) * (SPLIT * BM * BN)
+        tl.store(own + split * (BM * BN) + spot, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") != SPLIT - 1:
+            return
+        tl.store(counters + tile, 0)
+        acc = tl.zeros((BN, BM), tl.float32)
+        for s in tl.static_range(SPLIT):
+            acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
+    if HAS_BIAS:
+        acc += tl.load(bias + cols, mask=cols < end, other=0.0).to(tl.float32)[:, None]
+    y_ptrs = y + rows.to(tl.int64)[None, :] * stride_y + cols[:, None]
+    tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask=row_live[None, :] & col_live)
+
+
+@triton.jit
 def dense_expand_kernel(
     y,
     b,
@@ -261,8 +373,11 @@ def dense_expand_kernel(
         gdc_wait()
     if n_active == 0:
         return
+    # .cg: another multiprocessor has just written h and y. y first, so that its latency hides behind the products.
+    y_ptrs = y + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
+    live = row_live & (cols < end)[None, :]
+    before = tl.load(y_ptrs, mask=live, other=0.0, cache_modifier=".cg")
     acc = tl.zeros((BM, BN), tl.float32)
-    # .cg: another multiprocessor has just written h and y.
     if ragged == 0:
         for i in tl.range(0, n_active, num_stages=STAGES):
             b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k, R, False)
@@ -273,9 +388,7 @@ def dense_expand_kernel(
             b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k, R, True)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
             acc = _dot(low, b_tile.T, acc)
-    y_ptrs = y + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
-    live = row_live & (cols < end)[None, :]
-    acc += tl.load(y_ptrs, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
+    acc += before.to(tl.float32)
     tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask=live)
 
 
@@ -290,6 +403,7 @@ def grouped_shrink_kernel(
     n_tiles,
     partials,
     counters,
+    m,
     stride_x,
     a_slot,
     h_pair,
@@ -322,7 +436,7 @@ def grouped_shrink_kernel(
     rank = word >> 16
     lane_m = tl.arange(0, BM)
     rows = tl.load(tile_rows + t * BM + lane_m).to(tl.int64)
-    row_live = rows >= 0
+    row_live = (rows >= 0) & (rows < m)
     cols = n_tile * BN + tl.arange(0, BN)
     within = cols % RP
     col_live = (within < rank) & (cols < C * RP)
@@ -392,6 +506,8 @@ def _expand_tile(
     part, n0, end = _locate(number, BN, O1, O2, O3, O4)
     cols = n0 + tl.arange(0, BN)
     live = row_live & (cols < end)[None, :]
+    if ACCUMULATE:  # asked for first, so that its latency hides behind the products
+        before = tl.load(y_ptrs + cols[None, :], mask=live, other=0.0)
     acc = tl.zeros((BM, BN), tl.float32)
     for pair in tl.static_range(PAIRS):
         word = _pick(words, pair, PAIRS_P)
@@ -402,7 +518,7 @@ def _expand_tile(
     if HAS_BIAS:
         acc += tl.load(bias + cols, mask=cols < end, other=0.0).to(tl.float32)[None, :]
     if ACCUMULATE:
-        acc += tl.load(y_ptrs + cols[None, :], mask=live, other=0.0).to(tl.float32)
+        acc += before.to(tl.float32)
     tl.store(y_ptrs + cols[None, :], acc.to(y_ptrs.dtype.element_ty), mask=live)
 
 
@@ -415,6 +531,7 @@ def grouped_expand_kernel(
     tile_rows,
     tile_slots,
     n_tiles,
+    m,
     stride_y,
     b_slot,
     b_row,
@@ -447,8 +564,10 @@ def grouped_expand_kernel(
         return
     if ACCUMULATE and tl.load(tile_slots + t * PAIRS) == 0:
         return
+    if tl.load(tile_rows + t * BM) >= m:
+        return
     rows = tl.load(tile_rows + t * BM + tl.arange(0, BM)).to(tl.int64)
-    row_live = (rows >= 0)[:, None]
+    row_live = ((rows >= 0) & (rows < m))[:, None]
     order = tl.arange(0, PAIRS_P)
     words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
     k = tl.arange(0, RP)

@@ -21,8 +21,9 @@ _SHARED = 160 << 10  # bytes that the pipeline of an expand may fill
 
 
 @lru_cache
-def _counters(device: torch.device) -> torch.Tensor:
-    """Arrival counters of a device; zero between launches. Two streams must not share them."""
+def _counters(device: torch.device, turn: int = 0) -> torch.Tensor:
+    """Arrival counters of a device; zero between launches. Two streams, or two launches that overlap (``turn``), must
+    not share them."""
     return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -96,14 +97,20 @@ def dense(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The dense kernels: with ``weight``, ``y = x W^T + bias + LoRA``; without, ``y += LoRA``."""
+    """The dense kernels: with ``weight``, ``y = x W^T + bias + LoRA``; without, ``y += LoRA``.
+
+    Args:
+        tile: of the shrink, or of the shrink and the base GEMM in one grid.
+        expand: of the expand; of the base GEMM and the expand where its plan is "fused".
+    """
     assert routing.gates is not None and routing.active is not None
     (slots, _, r), parts, k = b.shape, len(offsets) - 1, x.shape[1]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
     m, pdl = routing.rows, _has_pdl(x.device)
     block_m = max(tile.block_m, triton.next_power_of_2(max(m, 16)))
     h_tiles = -(-parts * rp // tile.block_n)
-    gemm_tiles = 0 if weight is None else _column_tiles(offsets, tile.block_n)
+    fused = weight is not None and expand.plan == "fused"
+    gemm_tiles = 0 if weight is None or fused else _column_tiles(offsets, tile.block_n)
     tiles = slots * h_tiles + gemm_tiles
     h = torch.empty((m, slots * parts * rp), dtype=x.dtype, device=x.device)
     partials = h
@@ -119,6 +126,20 @@ def dense(
         HAS_BIAS=bias is not None, SPLIT=tile.split_k, BM=block_m, BN=tile.block_n, BK=tile.block_k, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, **extra,
     )  # fmt: skip
+    if weight is not None and fused:
+        columns, split = _column_tiles(offsets, expand.block_n), expand.split_k
+        if split > 1:
+            partials = torch.empty(columns * split * block_m * expand.block_n, dtype=torch.float32, device=x.device)
+        _run(
+            kernel.dense_linear_kernel, (columns * split,),
+            x, weight, x if bias is None else bias, y, b, h, routing.active, partials, _counters(x.device, 1),
+            m, x.stride(0), y.stride(0), weight.stride(0), b.stride(0), b.stride(1),
+            K=k, O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, SLOTS=slots, SLOTS_P=triton.next_power_of_2(slots),
+            HAS_BIAS=bias is not None, SPLIT=split, STAGES=_stages(expand, block_m, rp, 1, x.itemsize),
+            BM=block_m, BN=expand.block_n, BK=expand.block_k, PDL=pdl,
+            num_warps=expand.warps, num_stages=expand.stages, **extra,
+        )  # fmt: skip
+        return y
     _run(
         kernel.dense_expand_kernel, (_column_tiles(offsets, expand.block_n),),
         y, b, h, routing.active, m, y.stride(0), b.stride(0), b.stride(1),
@@ -160,7 +181,7 @@ def grouped(
     _run(
         kernel.grouped_shrink_kernel, (h_tiles * pairs * split, tiles),
         x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles, partials,
-        _counters(x.device), x.stride(0), a.stride(0), h.stride(0),
+        _counters(x.device), routing.rows, x.stride(0), a.stride(0), h.stride(0),
         K=k, C=parts, RP=rp, PAIRS=pairs, SPLIT=split, BM=block_m, BN=shrink.block_n, BK=shrink.block_k, PDL=pdl,
         num_warps=shrink.warps, num_stages=shrink.stages, **extra,
     )  # fmt: skip
@@ -168,7 +189,7 @@ def grouped(
     _run(
         kernel.grouped_expand_kernel, (-(-n_tiles // expand.run), tiles),
         y, x if bias is None else bias, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles,
-        y.stride(0), b.stride(0), b.stride(1), h.stride(0),
+        routing.rows, y.stride(0), b.stride(0), b.stride(1), h.stride(0),
         O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs),
         N_TILES=n_tiles, RUN=expand.run, STAGES=_stages(expand, block_m, rp, pairs, x.itemsize),
         ACCUMULATE=accumulate, HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,

@@ -13,7 +13,10 @@ import numpy as np
 import torch
 
 DENSE_MAX_ROWS = 64
-"""Up to here the dense kernels run (see kernel.py); more rows go to the grouped ones."""
+DENSE_MAX_SLOTS = 16
+"""Up to here the dense kernels run (see kernel.py); more rows or slots go to the grouped ones."""
+TILE_ROWS = (16, 64)
+"""Rows per tile of the grouped kernels: few for groups of a few rows, many for the rest."""
 
 Pairs = tuple[tuple[int, float], ...]
 Group = tuple[np.ndarray, Pairs]
@@ -57,6 +60,11 @@ class Routing:
     def has_adapters(self) -> bool:
         """Whether any row applies any slot."""
         return any(pairs and len(rows) for rows, pairs in self.groups)
+
+
+def is_dense(rows: int, slots: int) -> bool:
+    """Which kernels serve a batch: every slot applied to all rows, or rows gathered by slot."""
+    return rows <= DENSE_MAX_ROWS and slots <= DENSE_MAX_SLOTS
 
 
 def slot_word(slot: int, rank: int) -> int:
@@ -141,7 +149,7 @@ def make_routing(
     scalings: Sequence[float],
     device: torch.device | str,
     *,
-    block: int = 64,
+    block: int | None = None,
     dense: bool | None = None,
 ) -> Routing:
     """Routing of one batch in fresh tensors.
@@ -152,8 +160,8 @@ def make_routing(
         ranks: rank of the adapter in each slot, 0 if empty.
         scalings: LoRA scaling of each slot.
         device: where the tables go.
-        block: rows per tile of the grouped kernels.
-        dense: build the dense tables, or the grouped ones; by default what ``rows`` asks for.
+        block: rows per tile of the grouped kernels; by default what the groups' mean size asks for.
+        dense: build the dense tables, or the grouped ones; by default what the rows and slots ask for.
 
     Raises:
         ValueError: as ``check_groups``.
@@ -166,10 +174,11 @@ def make_routing(
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
     routing = Routing(rows, len(ranks), list(groups), tuple(ranks), tuple(scalings))
-    if rows <= DENSE_MAX_ROWS if dense is None else dense:
+    if is_dense(rows, len(ranks)) if dense is None else dense:
         gates, active = dense_tables(groups, rows, ranks, scalings)
         routing.gates, routing.active = put(gates), put(active)
     else:
+        block = block or TILE_ROWS[rows >= 32 * len(groups)]
         tile_rows, tile_slots, tile_gates = grouped_tables(groups, ranks, scalings, block)
         routing.tile_rows, routing.tile_slots, routing.tile_gates = put(tile_rows), put(tile_slots), put(tile_gates)
         routing.n_tiles = put(np.asarray([len(tile_rows)], dtype=np.int32))
