@@ -252,9 +252,9 @@ def dense_linear_kernel(
     """y = x W^T + bias + h B^T: the base GEMM with the expand as further reduction steps, behind a shrink.
 
     With PDL it starts while the shrink runs, streams W, and waits for h only when it is through with W. So x must be
-    complete when the *shrink* starts its work: the shrink passes ``gdc_wait`` before it lets this kernel start. Split-K
-    programs share out the slots as they share out K. Products are W x^T, whose wide side is the weights' (``wgmma``
-    takes 64 and more).
+    complete when the *shrink* starts its work: the shrink passes ``gdc_wait`` before it lets this kernel start.
+    Split-K programs share out the slots as they share out K. Products are W x^T, whose wide side is the weights'
+    (``wgmma`` takes 64 and more).
     """
     pid = tl.program_id(0)
     tile = pid // SPLIT
