@@ -156,9 +156,9 @@ def deal_devices(args: ClusterArgs) -> list[str | None]:
         if len(args.devices) != args.replicas:
             raise ConfigError(f"--replica-devices names {len(args.devices)} replicas' devices for {args.replicas}")
         return list(args.devices)
-    if not has_accelerator():
-        return [None] * args.replicas
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given == "" or not has_accelerator():
+        return [None] * args.replicas
     if given is None:
         import torch
 

@@ -78,9 +78,9 @@ class Deployment:
         """The iteration log of one server."""
         return self.out / f"iterations-{server}.jsonl"
 
-    def command(self, server: str, port: int) -> list[str]:
-        """The command line of one server."""
-        flags = ["--model-path", str(self.model), "--port", str(port), "--max-running-requests", str(self.max_batch)]
+    def flags(self, server: str) -> list[str]:
+        """What SGLang's command line takes, but for the port."""
+        flags = ["--model-path", str(self.model), "--max-running-requests", str(self.max_batch)]
         flags += ["--log-level", "warning", "--enable-multimodal", "--skip-server-warmup"]
         if not self.tiny:
             flags += ["--load-format", "dummy", "--dtype", "bfloat16", "--chunked-prefill-size", "8192"]
@@ -94,6 +94,11 @@ class Deployment:
         if server != "off":
             flags += ["--enable-lora", "--lora-paths", *(f"{name}={path}" for name, path in self.adapters.items())]
             flags += ["--max-loras-per-batch", str(self.slots + 1), "--max-lora-rank", str(self.rank)]
+        return flags
+
+    def command(self, server: str, port: int) -> list[str]:
+        """The command line of one server."""
+        flags = [*self.flags(server), "--port", str(port)]
         if server == "ours":
             module, more = "vlora_sgl.launch_server", ["--vlora-iteration-log", str(self.log(server))]
         else:

@@ -31,6 +31,8 @@ RETRY_AFTER_S = 5
 MOST_LOST = 1
 """How often a request that a replica had is sent to another."""
 
+REPLICA_HEADER = "X-VLora-Replica"
+"""Which replica answered."""
 HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "expect"}
@@ -269,7 +271,7 @@ class Router:
     async def _forward(self, request: web.Request, replica: Replica, body: bytes) -> web.StreamResponse:
         async with self._send(replica, request.method, request.path_qs, body, _end_to_end(request.headers)) as answer:
             replica.served += 1
-            headers = _end_to_end(answer.headers)
+            headers = {**_end_to_end(answer.headers), REPLICA_HEADER: str(replica.number)}
             try:
                 if answer.content_type != "text/event-stream":
                     return web.Response(status=answer.status, headers=headers, body=await answer.read())
