@@ -1,7 +1,10 @@
 """Trains the router of a mix over adapters that exist; base and adapters stay as they are (MoLoRA, section 4.3).
 
-The data carry no domain labels: the loss is that of the answers, with all members weighed softly, plus the load
-balancing loss of Switch Transformer (Fedus et al., 2022, equation 4), which keeps every member in use.
+The data carry no domain labels: the loss is that of the answers, plus the load balancing loss of Switch Transformer
+(Fedus et al., 2022, equation 4), which keeps every member in use. At first all members are weighed, by a softmax that
+grows sharper from step to step; then each token gets what serving gives it, the best members only, and the softmax
+only says in which direction to change the votes (straight-through; Bengio et al., 2013). Without that second phase a
+router is trained for blends that it will not be served with.
 """
 
 from __future__ import annotations
@@ -29,17 +32,25 @@ REPORT_FILE = "vlora_mix_report.json"
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """How a router is trained."""
+    """How a router is trained.
 
-    steps: int = 200
+    Attributes:
+        soft_share: of the steps, in (0, 1], with all members weighed; in the others the best ``top_k`` of a token are.
+        sharpest: temperature of the softmax at the end of the soft steps; it starts at 1 and falls geometrically.
+        balance: weight of the load balancing loss.
+        per_domain: training examples drawn from each domain, at most: a router is small and needs few.
+    """
+
+    steps: int = 400
     batch_size: int = 16
+    soft_share: float = 0.5
+    sharpest: float = 0.2
     learning_rate: float = 5e-3
     balance: float = 0.01
     top_k: int = 1
     context: str = "prefix"
     seed: int = 0
     per_domain: int = 200
-    """Training examples drawn from each domain, at most: a router is small and needs few."""
 
 
 def load_members(model: Any, adapters: Mapping[str, Path]) -> Any:
@@ -72,7 +83,7 @@ def train_router(
     device = next(peft_model.parameters()).device
     hidden = peft_model.get_base_model().config.get_text_config().hidden_size
     router = Router(hidden, len(members), settings.context).to(device)
-    mix = TokenMix(peft_model, MixSpec(tuple(members), router=router, top_k=settings.top_k), soft=True)
+    mix = TokenMix(peft_model, MixSpec(tuple(members), router=router, top_k=settings.top_k))
     data = prepared(peft_model, processor, examples)
     optimizer = torch.optim.AdamW(router.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps + 1)
@@ -80,7 +91,10 @@ def train_router(
     order: list[int] = []
     bar = tqdm(range(settings.steps), desc="router", mininterval=5)
     with mix.applied():
-        for _ in bar:
+        for step in bar:
+            softened = step / (settings.soft_share * settings.steps)
+            mix.straight = softened >= 1
+            mix.temperature = 1.0 if mix.straight else settings.sharpest**softened
             if len(order) < settings.batch_size:
                 order += rng.sample(range(len(data)), len(data))
             chosen, order = order[: settings.batch_size], order[settings.batch_size :]
@@ -90,7 +104,7 @@ def train_router(
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE
             )
-            balance = balance_loss(mix.weights[inputs["attention_mask"].bool()])
+            balance = balance_loss(mix.probabilities[inputs["attention_mask"].bool()])
             optimizer.zero_grad()
             (loss + settings.balance * balance).backward()
             torch.nn.utils.clip_grad_norm_(router.parameters(), 1.0)

@@ -5,7 +5,7 @@ Every adapted layer computes its base output, and adds each member's delta times
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,17 +21,23 @@ class TokenMix:
     Args:
         model: a ``PeftModel`` that has every member loaded under its name.
         spec: the mix.
-        soft: weigh all members by the softmax of the mean vote instead of the best ``top_k``; differentiable.
 
     Attributes:
         weights: [B, T, members] float32 of the latest forward.
         votes: [B, T, members] of the latest forward, not rounded; learned routers only.
+        temperature: ``None``: weights are the ones served. Else, for training a learned router, its softmax of the
+            mean votes at this temperature weighs all members.
+        straight: with a temperature, weights are the ones served, and that softmax only gives their gradient.
+        probabilities: [B, T, members], that softmax, of the latest forward.
     """
 
-    def __init__(self, model: Any, spec: MixSpec, soft: bool = False) -> None:
-        self.model, self.spec, self.soft = model, spec, soft
+    def __init__(self, model: Any, spec: MixSpec) -> None:
+        self.model, self.spec = model, spec
+        self.temperature: float | None = None
+        self.straight = False
         self.weights = torch.zeros(0)
         self.votes = torch.zeros(0)
+        self.probabilities = torch.zeros(0)
         self._ids = torch.zeros(0)
         self._total: Any = 0
         self._count = 0
@@ -43,7 +49,7 @@ class TokenMix:
 
         hooks = [self.model.get_base_model().register_forward_pre_hook(self._note_ids, with_kwargs=True)]
         layers: list[Any] = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
-        hooks += [layer.register_forward_hook(self._add) for layer in layers]
+        hooks += [layer.register_forward_hook(self._adder(layer)) for layer in layers]
         first = next(
             module
             for name, module in self.model.named_modules()
@@ -68,20 +74,26 @@ class TokenMix:
             self.weights = self._by_table()
             return
         self.votes = self.spec.router(x)
-        if self.soft:
+        self.weights = self._served()
+        if self.temperature is not None:
             count = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
             mean = self.votes.cumsum(1) / count if self.spec.router.context == "prefix" else self.votes
-            self.weights = mean.softmax(-1)
-            return
-        votes = quantised(self.votes)
+            self.probabilities = (mean / self.temperature).softmax(-1)
+            slope = self.probabilities - self.probabilities.detach()
+            self.weights = self.weights + slope if self.straight else self.probabilities
+
+    def _served(self) -> torch.Tensor:
+        """[B, T, members]: the weights of tokens with ``votes``, as serving computes them."""
+        assert self.spec.router is not None
+        length = self.votes.shape[1]
+        votes = quantised(self.votes.detach())
         if self.spec.router.context == "token":
             count = torch.ones_like(votes[..., 0])
         else:
             votes = votes.cumsum(1) + self._total
-            count = torch.arange(1, x.shape[1] + 1, device=x.device).expand(x.shape[:2]) + self._count
-            self._total, self._count = votes[:, -1:], self._count + x.shape[1]
-        flat = top_weights(votes.flatten(0, 1), count.flatten(), self.spec.top_k)
-        self.weights = flat.view(votes.shape)
+            count = torch.arange(1, length + 1, device=votes.device).expand(votes.shape[:2]) + self._count
+            self._total, self._count = votes[:, -1:], self._count + length
+        return top_weights(votes.flatten(0, 1), count.flatten(), self.spec.top_k).view(votes.shape)
 
     def _by_table(self) -> torch.Tensor:
         config, ids, modalities = self.model.get_base_model().config, self._ids, self.spec.modalities
@@ -94,14 +106,25 @@ class TokenMix:
                 member = torch.where(ids == token, modalities.get(modality, -1), member)
         return (member[..., None] == torch.arange(len(self.spec.members), device=ids.device)).float()
 
-    def _add(self, layer: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        x = inputs[0]
-        for k, name in enumerate(self.spec.members):
-            if name in layer.lora_A and x.shape[:2] == self.weights.shape[:2]:
-                low = layer.lora_A[name](x.to(layer.lora_A[name].weight.dtype))
-                delta = layer.lora_B[name](low) * layer.scaling[name]
-                output = output + (self.weights[..., k, None] * delta).to(output.dtype)
-        return output
+    def _adder(self, layer: Any) -> Callable[[Any, tuple[Any, ...], torch.Tensor], torch.Tensor]:
+        """The hook that adds the members' deltas to ``layer``'s output: all members as one adapter of summed rank."""
+        here = [(k, name) for k, name in enumerate(self.spec.members) if name in layer.lora_A]
+        if not here:
+            return lambda _, inputs, output: output
+        a = torch.cat([layer.lora_A[name].weight.detach() for _, name in here])
+        b = torch.cat([layer.lora_B[name].weight.detach() * layer.scaling[name] for _, name in here], 1)
+        owner = torch.tensor(
+            [k for k, name in here for _ in range(len(layer.lora_A[name].weight))], device=a.device
+        )  # of each row of a
+
+        def add(_: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+            x = inputs[0]
+            if x.shape[:2] != self.weights.shape[:2]:
+                return output  # another tower's tokens
+            low = (x.to(a.dtype) @ a.T) * self.weights[..., owner].to(a.dtype)
+            return output + (low @ b.T).to(output.dtype)
+
+        return add
 
 
 def mean_votes(mix: TokenMix) -> torch.Tensor:
