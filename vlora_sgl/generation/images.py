@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PATCHES = 4096
+"""Patches that go through the tower at once: about two large pictures, or many small ones."""
+
 
 class RememberedImages:
     """The features of every example's images, for models whose ``get_image_features`` gives one tensor per image.
@@ -23,11 +26,11 @@ class RememberedImages:
         self._inner = model.model
         self._features: list[tuple[Tensor, ...]] = []
         device = next(model.parameters()).device
-        for row in rows:
-            inputs = {k: v.to(device) for k, v in row.items() if k in ("pixel_values", "image_grid_thw")}
+        for part in _in_parts(rows):
+            inputs = {k: torch.cat([row[k] for row in part]).to(device) for k in ("pixel_values", "image_grid_thw")}
             with torch.no_grad():
-                found = self._inner.get_image_features(**inputs, return_dict=True).pooler_output
-            self._features.append(tuple(feature.detach() for feature in found))
+                found = iter(self._inner.get_image_features(**inputs, return_dict=True).pooler_output)
+            self._features += [tuple(next(found).detach() for _ in row["image_grid_thw"]) for row in part]
 
     @classmethod
     def join(cls, parts: Sequence[tuple[RememberedImages, Sequence[int]]]) -> RememberedImages:
@@ -53,3 +56,17 @@ class RememberedImages:
             yield
         finally:
             del self._inner.get_image_features  # the class's own is back
+
+
+def _in_parts(rows: Sequence[dict[str, Tensor]]) -> Iterator[list[dict[str, Tensor]]]:
+    """Rows in order, together while they have no more than ``_PATCHES`` patches."""
+    part: list[dict[str, Tensor]] = []
+    patches = 0
+    for row in rows:
+        if part and patches + len(row["pixel_values"]) > _PATCHES:
+            yield part
+            part, patches = [], 0
+        part.append(row)
+        patches += len(row["pixel_values"])
+    if part:
+        yield part
