@@ -18,3 +18,8 @@ def path() -> Path:
 def adapters() -> dict[str, Path]:
     """Name -> PEFT directory of the adapters that come with the model, in alphabetical order."""
     return {p.parent.name: p.parent for p in sorted((_HERE / "adapters").glob("*/adapter_config.json"))}
+
+
+def mix() -> Path:
+    """The directory of a learned mix over the adapters that start at the first token (docs/mixes.md)."""
+    return _HERE / "mix"

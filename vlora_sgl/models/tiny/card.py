@@ -12,7 +12,7 @@ LOG, OTHER_LOG = "train_log.json", "train_log.other_seed.json"
 INTRODUCTION = """# The embedded model
 
 A Qwen2.5-VL of 8.7 M parameters (text 6 x 256, vision 6 x 192, bfloat16 on disk) that answers simple questions about
-112 x 112 pictures, with LoRA adapters (rank 16, the language model's seven projections) and vision heads. It is for
+112 x 112 pictures, with LoRA adapters (rank 8, the language model's seven projections) and vision heads. It is for
 laptops, demonstrations and tests of truth; it knows nothing of the world beyond what is listed here.
 
 Made by `python -m vlora_sgl.models.tiny.train` from procedural scenes (`scenes.py`) and, for the adapters, from
@@ -27,10 +27,9 @@ domain.
 Nothing was chosen on a test split: the number of steps is fixed, and a closed-set head keeps its trained weights only
 where they beat the LM head's own rows on the validation split. Known limits: unseen means an unseen triple of color,
 shape and background; every pair of color and shape was seen. The base was taught to repeat the adapters' answer words,
-not what they mean, so part of an adapter's gain is knowing which words answer its question; it already says yes and
-no, so the adapter for faces has little left to gain. Test tiles of photos and
-surfaces come from the same photographs as the training tiles, without overlap. Small test splits are noisy: one of 50
-faces is two points.
+not what they mean, so part of an adapter's gain is knowing which words answer its question. There is no adapter for
+faces: the base, which knows yes and no, tells most of them by itself. Test tiles of photos and surfaces come from the
+same photographs as the training tiles, without overlap. Small test splits are noisy: one of 100 surfaces is a point.
 """
 
 
@@ -80,7 +79,30 @@ def render(log: dict[str, Any], other: dict[str, Any] | None = None) -> str:
             f"| {name} | {starts} | {row['base']:.3f} | {row['adapter']:.3f} | {again} | {heads} "
             f"| {row['examples']['test']} | {row['examples']['train']} | {made} |"
         )
+    if "mix" in log:
+        lines += _mix(log["mix"])
     return "\n".join([*lines, LIMITS])
+
+
+def _mix(report: dict[str, Any]) -> list[str]:
+    """The section on the learned mix; ``report`` is what ``generation.router.make_mix`` returns."""
+    return [
+        "",
+        "## A learned mix of them, on the same test images",
+        "",
+        f"`mix/` routes every token to one of {len(report['usage'])} adapters ({report['settings']['steps']} steps; "
+        f"it was never told the domains). The oracle is the best single adapter; the mix is "
+        f"{report['mix_minus_oracle_points']:+.2f} points from it on average, and its choice where the answer starts "
+        f"agrees with the domain by an adjusted Rand index of {report['adjusted_rand']:.3f}.",
+        "",
+        "| domain | base | mix | oracle | share of all tokens of its adapter |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {d} | {report['base'][d]:.3f} | {report['mix'][d]:.3f} | {report['oracle'][d]:.3f} "
+            f"| {report['usage'][d]:.3f} |"
+            for d in report["mix"]
+        ),
+    ]
 
 
 def of_directory(directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""``python -m vlora_sgl.models.tiny.train``: makes the embedded model and its adapters from nothing.
+"""``python -m vlora_sgl.models.tiny.train``: makes the embedded model, its adapters and their mix from nothing.
 
 A fixed number of steps is split over three stages: the vision tower alone with an auxiliary head that says what lies
 in each image cell; then tower and language model together; then the same without the head while the learning rate
@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ from vlora_sgl.models.tiny import scenes as S
 
 TOWER_SHARE, JOINT_SHARE = 0.12, 0.74  # of the steps; the rest is the last stage
 AUXILIARY_WEIGHT = 0.5
-STEPS, ADAPTER_STEPS = 4750, 450
+STEPS, ADAPTER_STEPS, MIX_STEPS = 4750, 450, 600
+RANK = 8  # 0.5 MB each; rank 16 answers no better
 PEAK_RATE, WARM_UP_SHARE = 1e-3, 0.04
 
 
@@ -256,7 +257,7 @@ def train_adapter(
     splits = {s: Prepared(model, processor, examples[s]) for s in ("validation", "test")}
     before = float(np.mean(exact_match(model, processor, splits["test"])))
     if not (resume and (out / name / DESCRIPTION_FILE).is_file()):
-        settings = LoraSettings(activate=activate, seed=seed, steps=steps)
+        settings = LoraSettings(rank=RANK, alpha=2 * RANK, activate=activate, seed=seed, steps=steps)
         heads = [build_head(one, width) for one in domains.HEADS[domain]]
         trained = train_lora(model, processor, examples["train"], settings, f"adapter {name}", heads)
         trained.peft_config["default"].base_model_name_or_path = "vlora_sgl/models/tiny/model"
@@ -315,6 +316,29 @@ def train_adapters(
         return {name: job.result() for name, job in jobs.items()}
 
 
+def train_mix(
+    model_directory: Path, adapters: Path, data: Path, out: Path, device: torch.device, steps: int, seed: int
+) -> dict[str, Any]:
+    """Train a router over the adapters that start at the first token, without telling it the domains.
+
+    Returns:
+        what ``generation.router.make_mix`` reports, on the test splits; the mix is in ``out``.
+    """
+    from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+    from vlora_sgl.generation.router import RouterSettings, make_mix
+
+    members = {name: domain for name, (domain, activation) in domains.ADAPTERS.items() if activation is None}
+    processor = AutoProcessor.from_pretrained(model_directory)
+    model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_directory, dtype=torch.float32)
+    train, test = (
+        {domain: read_jsonl(data / domain / f"{split}.jsonl") for domain in members.values()}
+        for split in ("train", "test")
+    )
+    paths = {name: adapters / name for name in members}
+    return make_mix(model.to(device), processor, paths, train, test, out, RouterSettings(steps=steps, seed=seed))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -328,13 +352,14 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, default=8 if torch.cuda.is_available() else 1, help="for the adapters"
     )
+    parser.add_argument("--mix-steps", type=int, default=MIX_STEPS, help="of the router, of 16 examples")
     parser.add_argument("--test-scenes", type=int, default=2000)
     parser.add_argument("--small", action="store_true", help="a model of a third of the size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, default=Path("tiny-domains"), help="where the real domains are written")
     parser.add_argument("--adapters", nargs="*", choices=tuple(domains.ADAPTERS), default=list(domains.ADAPTERS))
     parser.add_argument("--resume", action="store_true", help="measure adapters that are there, train the others")
-    parser.add_argument("--stage", choices=("all", "pretrain", "adapters"), default="all")
+    parser.add_argument("--stage", choices=("all", "pretrain", "adapters", "mix"), default="all")
     args = parser.parse_args()
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -342,7 +367,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     log_file = args.out / "train_log.json"
     log: dict[str, Any] = json.loads(log_file.read_text()) if log_file.exists() else {}
-    if args.stage != "adapters":
+    if args.stage in ("all", "pretrain"):
         torch.manual_seed(args.seed)
         started = time.monotonic()
         processor = build.build_processor(build.build_tokenizer(S.corpus()))
@@ -359,19 +384,33 @@ def main() -> None:
         log["base"] = accuracy(half, processor, device, args.test_scenes, seed=12345)
         print(json.dumps({kind: row["accuracy"] for kind, row in log["base"].items()}), flush=True)
         log_file.write_text(json.dumps(log, indent=1))
-    if args.stage != "pretrain":
+    if args.stage in ("all", "adapters"):
         started = time.monotonic()
-        wanted = sorted({domains.ADAPTERS[name][0] for name in args.adapters})
-        domains.prepare(args.data, [name for name in wanted if not (args.data / name / "test.jsonl").is_file()])
+        _prepare_missing(args.data, args.adapters)
         report = train_adapters(
             args.adapters, args.out / "model", args.data, args.out / "adapters", device, args.adapter_steps,
             args.seed, args.resume, args.processes,
         )  # fmt: skip
         log = json.loads(log_file.read_text()) if log_file.exists() else {}  # the stage before may have added to it
-        log["adapters"] = {**log.get("adapters", {}), **report}
+        known = {name: row for name, row in log.get("adapters", {}).items() if name in domains.ADAPTERS}
+        log["adapters"] = {**known, **report}
         log.setdefault("settings", {})["adapter_steps"] = args.adapter_steps
         log.setdefault("minutes", {})["adapters"] = round((time.monotonic() - started) / 60, 2)
         log_file.write_text(json.dumps(log, indent=1))
+    if args.stage in ("all", "mix"):
+        started = time.monotonic()
+        _prepare_missing(args.data, domains.ADAPTERS)
+        log["mix"] = train_mix(
+            args.out / "model", args.out / "adapters", args.data, args.out / "mix", device, args.mix_steps, args.seed
+        )
+        log.setdefault("minutes", {})["mix"] = round((time.monotonic() - started) / 60, 2)
+        log_file.write_text(json.dumps(log, indent=1))
+
+
+def _prepare_missing(data: Path, adapters: Iterable[str]) -> None:
+    """Write the domains of ``adapters`` that are not there yet."""
+    wanted = sorted({domains.ADAPTERS[name][0] for name in adapters})
+    domains.prepare(data, [name for name in wanted if not (data / name / "test.jsonl").is_file()])
 
 
 if __name__ == "__main__":
