@@ -49,9 +49,11 @@ def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
     bound, curves = 0, []
     for group in groups(specs, config.heads):
         packed = pack(group, ledger, config)
-        packing += packed
         if config.curve and len(group) > 1:
-            curves.append(_curve(packed, ledger))
+            curves.append(order := _curve(packed, ledger))
+            if ledger.holds(tuple(order)):
+                packed = [tuple(order)]  # it does not hurt: one adapter will do
+        packing += packed
         bound += packing_bound(group, ledger)
     measured = _measure(packing, specs, learner)
     report: dict[str, Any] = {
