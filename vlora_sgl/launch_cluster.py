@@ -209,7 +209,6 @@ async def run(args: ClusterArgs) -> None:
         placement.Affinity(args.slots, args.shares) if args.routing == "affinity"
         else placement.RoundRobin() if args.routing == "round_robin" else placement.Random()
     )  # fmt: skip
-    key = args.value_of("--admin-api-key") or args.value_of("--api-key")
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -221,7 +220,7 @@ async def run(args: ClusterArgs) -> None:
         replicas,
         routing,
         session,
-        Settings(args.queue, args.patience, key),
+        Settings(args.queue, args.patience, args.value_of("--api-key"), args.value_of("--admin-api-key")),
         args.known,
         on_trouble=lambda replica: supervisors[replica.number].suspect(),
     )

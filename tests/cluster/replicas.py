@@ -16,7 +16,7 @@ from vlora_sgl.cluster.replica import Replica
 from vlora_sgl.cluster.router import Router, Settings
 
 ADMIN = "secret"
-SETTINGS = Settings(patience=0.5, key=ADMIN)
+SETTINGS = Settings(patience=0.5, admin_key=ADMIN)
 
 
 class FakeReplica:

@@ -198,7 +198,7 @@ def test_more_than_the_queue_holds_is_refused() -> None:
         made.fakes[0].hold.set()
         assert [status for status, _ in await asyncio.gather(*asks)] == [200, 200, 200]
 
-    play(story, replicas=1, limit=1, settings=Settings(queue=2, patience=0.5, key=ADMIN))
+    play(story, replicas=1, limit=1, settings=Settings(queue=2, patience=0.5, admin_key=ADMIN))
 
 
 def test_a_client_that_hangs_up_frees_its_place_running_or_waiting() -> None:
@@ -304,3 +304,21 @@ def test_lists_orders_and_figures_are_the_clusters() -> None:
             assert answer.status == 404 and made.fakes[1].url in await answer.text()
 
     play(story, known={"a": "/a", "b": "/b"})
+
+
+def test_a_wrong_key_sets_nothing_in_motion() -> None:
+    async def story(made: FakeCluster) -> None:
+        for path, body in (("/generate", {"lora_path": "a"}), ("/generate", {"lora_path": "b"})):
+            for key in (None, "wrong", ADMIN):
+                assert (await made.post(path, body, key))[0] == 401
+        for path in ("/cluster", "/lora_adapters", "/v1/models"):
+            async with made.client.get(made.url + path) as answer:
+                assert answer.status == 401
+        assert [(fake.orders, fake.bodies) for fake in made.fakes] == [([], []), ([], [])]
+        async with made.client.get(f"{made.url}/health") as answer:
+            assert answer.status == 200
+        assert (await made.post("/generate", {"lora_path": "a"}, "key"))[0] == 200
+        assert (await made.post("/unload_lora_adapter", {"lora_name": "a"}, "key"))[0] == 401
+        assert (await made.post("/unload_lora_adapter", {"lora_name": "a"}, ADMIN))[0] == 200
+
+    play(story, known={"a": "/a"}, settings=Settings(patience=0.5, api_key="key", admin_key=ADMIN))

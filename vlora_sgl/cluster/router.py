@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -44,8 +45,11 @@ ROUTED = (
 """Requests, which go to one replica each."""
 ANY = ("/model_info", "/get_model_info", "/v1/tokenize", "/v1/detokenize", "/tokenize", "/detokenize")
 """Questions that every replica answers alike."""
+ADAPTER_ORDERS = tuple(f"/{verb}_lora_adapter" for verb in ("load", "reload", "pin", "unload"))
 ALL = ("/flush_cache", "/set_internal_state", "/abort_request", "/pause_generation", "/continue_generation")
-"""Orders for every replica."""
+"""Orders for every replica, which also check the key."""
+OPEN = ("/health", "/health_generate", "/metrics")
+"""What needs no key."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,21 @@ class Settings:
     Attributes:
         queue: most requests that wait for a replica's turn, all replicas together.
         patience: seconds that a request waits while no replica serves.
-        key: sent to replicas with what the router asks of its own accord; their admin key, or their API key.
+        api_key: the replicas'.
+        admin_key: the replicas'.
     """
 
     queue: int = 4096
     patience: float = 60.0
-    key: str | None = None
+    api_key: str | None = None
+    admin_key: str | None = None
+
+    def key_of(self, path: str) -> str | None:
+        """The key that a route takes, as SGLang has it: the admin key does not open what is no administrator's."""
+        return (self.admin_key or self.api_key) if path in ADAPTER_ORDERS else self.api_key
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Refused(Exception):
@@ -121,7 +134,7 @@ class Router:
 
     def application(self) -> web.Application:
         """The routes."""
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors, self.check_key])
         for path in ROUTED:
             app.router.add_post(path, self.serve)
         for path in ANY:
@@ -135,12 +148,21 @@ class Router:
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/models/{model:.+}", self.model)
         app.router.add_get("/lora_adapters", self.list_adapters)
-        app.router.add_post("/load_lora_adapter", self.load_adapter)
-        app.router.add_post("/reload_lora_adapter", self.reload_adapter)
-        app.router.add_post("/pin_lora_adapter", self.pin_adapter)
-        app.router.add_post("/unload_lora_adapter", self.unload_adapter)
+        orders = (self.load_adapter, self.reload_adapter, self.pin_adapter, self.unload_adapter)
+        for path, handler in zip(ADAPTER_ORDERS, orders, strict=True):
+            app.router.add_post(path, handler)
         app.router.add_route("*", "/{rest:.*}", self.no_such_route)
         return app
+
+    @web.middleware
+    async def check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Do nothing for whom the replicas would turn away."""
+        key = self.settings.key_of(request.path)
+        if key is not None and request.path not in (*OPEN, *ALL):
+            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not secrets.compare_digest(token.encode(), key.encode()):
+                return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     # Replicas
 
@@ -331,7 +353,8 @@ class Router:
             NotSent: no answer; orders may be repeated.
         """
         if headers is None:
-            headers = {"Authorization": f"Bearer {self.settings.key}"} if self.settings.key else {}
+            key = self.settings.key_of(path)
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         sent = {**headers, "Content-Type": "application/json"} if data else headers
         try:
@@ -527,9 +550,7 @@ class Router:
 
 
 @web.middleware
-async def _errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Our errors as OpenAI's clients expect them; a replica's refusals as they are."""
     try:
         return await handler(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -14,11 +15,15 @@ from pathlib import Path
 import aiohttp
 
 from vlora_sgl.cluster.replica import Replica
-from vlora_sgl.errors import ClusterError
+from vlora_sgl.errors import ClusterError, ConfigError
 
 START_POLL_S = 1.0
 HEALTH_TIMEOUT_S = 30.0
 """SGLang's own check takes up to 20 s before it says no."""
+STOP_S = 10.0
+REFUSED = 2
+"""Exit status of a launcher whose settings are wrong, ours and argparse's."""
+PR_SET_PDEATHSIG = 1
 QUICK_END_S, LONGEST_PAUSE_S = 60.0, 30.0
 """A replica that ended sooner than this after its start is started again after a pause that doubles up to this."""
 
@@ -61,25 +66,25 @@ class Supervisor:
         self._suspected.set()
 
     async def run(self) -> None:
-        """Start, watch and start again until cancelled; then end the process."""
+        """Start, watch and start again until cancelled; then end the process.
+
+        Raises:
+            ConfigError: the server refused its settings, which no second start would mend.
+        """
         pause = 1.0
-        try:
-            while True:
-                began = time.monotonic()
+        while True:
+            began, starts = time.monotonic(), self.replica.starts
+            try:
                 await self._start()
-                try:
-                    await self._watch()
-                finally:
-                    self.replica.end()
-                    await self._stop()
-                pause = min(2 * pause, LONGEST_PAUSE_S) if time.monotonic() - began < QUICK_END_S else 1.0
-                print(
-                    f"vlora_sgl: replica {self.replica.number} ended; starting it again", file=sys.stderr, flush=True
-                )
-                await asyncio.sleep(pause)
-        finally:
-            self.replica.end()
-            await self._stop()
+                await self._watch()
+            finally:
+                self.replica.end()
+                status = await self._stop()
+            if status == REFUSED and self.replica.starts == starts:
+                raise ConfigError(f"replica {self.replica.number} refused its settings; its output says why")
+            pause = min(2 * pause, LONGEST_PAUSE_S) if time.monotonic() - began < QUICK_END_S else 1.0
+            say(f"replica {self.replica.number} is lost; waiting {pause:g} s, then starting it again")
+            await asyncio.sleep(pause)
 
     async def _start(self) -> None:
         if self.command is None:
@@ -87,7 +92,12 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(self.log.open("ab")) if self.log else None
             self.process = await asyncio.create_subprocess_exec(
-                *self.command, stdout=output, stderr=output, env=self.environment, start_new_session=True
+                *self.command,
+                stdout=output,
+                stderr=output,
+                env=self.environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     async def _watch(self) -> None:
@@ -122,16 +132,24 @@ class Supervisor:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
-    async def _stop(self) -> None:
-        """End the process and its children: they share a process group."""
+    async def _stop(self) -> int | None:
+        """End the process and its children, which share a process group. Its exit status, if it ended by itself."""
         process, self.process = self.process, None
         if process is None:
-            return
+            return None
+        status = process.returncode
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), 10)
+                await asyncio.wait_for(process.wait(), STOP_S)
                 break
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # children that outlived the launcher
+            os.killpg(process.pid, signal.SIGKILL)  # children that outlived it
+        return status
+
+
+def _end_with_parent() -> None:
+    """In the new process: be told to end when the cluster's launcher is killed, for it could not tell us then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
