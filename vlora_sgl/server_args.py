@@ -35,10 +35,10 @@ class VLoraArgs:
         choices=("auto", *(str(mode) for mode in InferenceMode)),
     )
     policy: str = _flag(
-        "vlora",
-        "how batches are formed and their mode chosen: the paper's Algorithm 1 ('vlora'), the same with a measured "
-        "cost table ('cost'), or one of the baselines",
-        choices=("vlora", "cost", "unmerged", "merged", "dlora"),
+        "cost",
+        "how batches are formed and their mode chosen: by a measured cost table ('cost'), by the paper's Algorithm 1 "
+        "('vlora'), or by one of the baselines",
+        choices=("cost", "vlora", "unmerged", "merged", "dlora"),
     )
     cost_table: str | None = _flag(
         None,

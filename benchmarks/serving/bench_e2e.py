@@ -112,8 +112,9 @@ def batch_body(speaker: Speaker, adapters: Sequence[str | None], prompt: int, to
     """One body with a text request per adapter, every prompt new."""
     return {
         "input_ids": [speaker.ids(prompt) for _ in adapters],
-        "lora_path": list(adapters),
         "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens},
+        # A server without LoRA refuses the field, even with nothing but the base model in it.
+        **({"lora_path": list(adapters)} if any(adapters) else {}),
     }
 
 

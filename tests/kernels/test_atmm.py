@@ -47,9 +47,9 @@ class FixedTable(TilingTable):
         return self.tiles.get(OPS[fields["op"]]) or default_tile(fields)
 
 
-def tiles(split: int, plan: str) -> FixedTable:
+def tiles(split: int) -> FixedTable:
     return FixedTable(
-        linear=Tile(16, 32, 32, split, 4, 2, plan),
+        linear=Tile(16, 32, 32, split, 4, 2),
         shrink=Tile(16, 16, 32, split, 4, 2),
         expand=Tile(16, 32, 0, 1, 4, 3),
         grouped_shrink=Tile(16, 32, 32, split, 4, 2),
@@ -130,15 +130,15 @@ def test_torch_path(shape, routing, dtype):
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])], ids=str)
 @pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize("plan", ["grid", "fused", "grouped"])
+@pytest.mark.parametrize("family", ["dense", "grouped"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel(shape, routing, plan, split, dtype):
+def test_kernel(shape, routing, family, split, dtype):
     if not CUDA and (dtype is torch.float16) != (split == 3):
         pytest.skip("each dtype with one split under the interpreter, for time")
     if not CUDA and (list(SHAPES).index(shape) + list(ROUTINGS).index(routing)) % 2 != (split == 3):
         pytest.skip("every shape with half of the routings in either dtype, for time")
-    run_case(shape, routing, dtype, plan != "grouped", tiles(split, plan))
+    run_case(shape, routing, dtype, family == "dense", tiles(split))
 
 
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
@@ -171,12 +171,12 @@ def test_kernels_interpreted():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-@pytest.mark.parametrize("plan", ["grid", "fused", "grouped"])
-def test_graph_replay_equals_eager_bit_for_bit(plan):
+@pytest.mark.parametrize("family", ["dense", "grouped"])
+def test_graph_replay_equals_eager_bit_for_bit(family):
     x, w, bias, a, b, _, _, _, offsets, route = make_case(
-        "qkv-unequal-odd-ranks", "two-slots-a-row", torch.bfloat16, plan != "grouped"
+        "qkv-unequal-odd-ranks", "two-slots-a-row", torch.bfloat16, family == "dense"
     )
-    table = tiles(3, plan)
+    table = tiles(3)
     eager = atmm_linear(x, w, bias, a, b, route, offsets, table)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -255,7 +255,7 @@ def test_both_lookups_of_a_linear_cost_the_host_under_five_microseconds():
     table, b = TilingTable({}), torch.zeros(1, 6, 4)
 
     def look_up() -> None:
-        _tiles("linear", "expand", b, 8, 1, route, table)
+        _tiles("shrink", "linear", b, 8, 1, route, table)
 
     look_up()
     assert min(timeit.repeat(look_up, number=200, repeat=20)) / 200 < 5e-6

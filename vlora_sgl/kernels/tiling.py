@@ -35,8 +35,6 @@ class Tile:
         block_m, block_n, block_k: rows, columns and reduction steps of a program; block_k is unused by expands.
         split_k: programs that share one output tile's reduction.
         warps, stages: warps per program and depth of the software pipeline.
-        plan: for ``linear`` only: "grid" (base GEMM and shrink in one grid, then the expand) or "library" (the
-            library's GEMM, then shrink and expand).
         run: for grouped expands only: consecutive column tiles a program works through.
     """
 
@@ -46,7 +44,6 @@ class Tile:
     split_k: int = 1
     warps: int = 4
     stages: int = 3
-    plan: str = ""
     run: int = 1
 
 
@@ -146,10 +143,10 @@ def default_tile(fields: Mapping[str, int]) -> Tile:
     rows, wide = 1 << fields["rows"], fields["n"] >= 16384
     block_m = min(max(16, rows), 64)
     return {
-        "linear": Tile(block_m, 64, 128, 2, 4, 4, "fused"),
+        "linear": Tile(block_m, 64, 128, 2, 4, 4),
         "shrink": Tile(block_m, 32, 256, 4, 4, 3),
         "expand": Tile(block_m, 128 if wide else 32, 0, 1, 4, 4),
-        "grouped_shrink": Tile(64, 64, 64, 1 if rows >= 4096 else 4, 4, 4),
+        "grouped_shrink": Tile(64, 64 * min(2, fields["pairs"]), 64, 1 if rows >= 4096 else 4, 4, 4),
         "grouped_expand": Tile(64, 128, 0, 1, 4, 2, run=4 if wide else 1),
         "grouped_write": Tile(64, 128, 0, 1, 4, 2, run=4 if wide else 1),
     }[OPS[fields["op"]]]

@@ -168,7 +168,7 @@ def _linears(job: Job, block_m: int) -> list[Tile]:
         idle = math.ceil(waves) / waves if waves > 0.8 else 1.25 / waves
         cost = max(moved / READ_RATE, (moved + programs / split * x) / CACHE_RATE) * idle**0.5 + 0.4e-6 * split
         for warps in (4, 8) if n == 128 else (4,):
-            ranked.append((cost, Tile(block_m, n, k, split, warps, stages, "fused")))
+            ranked.append((cost, Tile(block_m, n, k, split, warps, stages)))
     return _pruned(job, ranked)
 
 
@@ -185,7 +185,7 @@ def _programs(job: Job, block_n: int) -> int:
     parts, rp = len(job.projection.offsets) - 1, launch.rank_pad(job.rank)
     low = math.ceil(parts * rp / block_n)
     if job.op == "grouped_shrink":
-        return low * job.pairs * math.ceil(job.rows / 64)
+        return math.ceil(job.pairs * parts * rp / block_n) * math.ceil(job.rows / 64)
     return low * job.slots
 
 

@@ -105,10 +105,10 @@ def atmm_linear(
 ) -> torch.Tensor:
     """``x W^T + bias`` plus ``atmm``: [M, N], freshly allocated.
 
-    Few rows take one grid for base GEMM and shrink where the table says so, then the expand. Many rows take the
-    expand first, written not accumulated, and let the library's GEMM accumulate onto it (beta = 1): one pass less over
-    the rows with adapters, but one more over those without. So where those are many (a mixture with many hot rows),
-    the GEMM comes first.
+    Few rows take the shrink and, beside it, the base GEMM that ends with the expand. Many rows take the expand first,
+    written not accumulated, and let the library's GEMM accumulate onto it (beta = 1): one pass less over the rows with
+    adapters, but one more over those without. So where those are many (a mixture with many hot rows), the GEMM comes
+    first.
 
     Args:
         weight: [N, K] base weight; bias: [N] or None. The others as in ``atmm``; N must equal ``offsets[-1]``.
@@ -125,13 +125,8 @@ def atmm_linear(
     launch.check(y, x, a, b, routing, offsets)
     parts = len(offsets) - 1
     if routing.gates is not None:
-        tile, expand = _tiles("linear", "expand", b, x.shape[1], parts, routing, table)
-        if tile.plan == "fused":
-            shrink, _ = _tiles("shrink", "expand", b, x.shape[1], parts, routing, table)
-            return launch.dense(y, x, a, b, routing, offsets, shrink, tile, weight, bias)
-        if tile.plan == "grid":
-            return launch.dense(y, x, a, b, routing, offsets, tile, expand, weight, bias)
-        return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
+        shrink, expand = _tiles("shrink", "linear", b, x.shape[1], parts, routing, table)
+        return launch.dense(y, x, a, b, routing, offsets, shrink, expand, weight, bias)
     if routing.touched is not None and routing.touched < WRITE_FIRST_SHARE * routing.rows:
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
     tile, expand = _tiles("grouped_shrink", "grouped_write", b, x.shape[1], parts, routing, table)

@@ -12,9 +12,8 @@ Two families, chosen by the number of rows:
 
 - *dense* (decode): every active slot is applied to all rows of the batch and a gate table [M, S] of weight x scaling
   zeroes what does not apply. The rows are few and the weights must be read once anyhow, so this costs no bytes, needs
-  no sorting, and every routing (two slots a row, k gates a row) is the same launch. The shrink's programs and the base
-  GEMM's share one grid, because A rows are just more weight rows for the same x; the expand follows in a second launch
-  that fetches B while the first one finishes.
+  no sorting, and every routing (two slots a row, k gates a row) is the same launch. A small launch shrinks; the base
+  GEMM runs beside it, and goes on with h and B as further steps of its reduction when it is through with W.
 - *grouped* (prefill, and decode with many slots): rows with the same slots are gathered into tiles; a program works on
   one tile. Tiles may name rows past the batch (a graph's tables serve every batch size): they are left alone.
 
@@ -90,13 +89,9 @@ def _load_b(b_ptrs, b_slot, word, col_live, k, R: tl.constexpr, CUT: tl.constexp
 
 
 @triton.jit
-def dense_kernel(
+def dense_shrink_kernel(
     x,
-    w,
-    bias,
-    y,
     a,
-    b,
     h,
     gates,
     active,
@@ -104,75 +99,53 @@ def dense_kernel(
     counters,
     m,
     stride_x,
-    stride_y,
-    stride_w,
     a_slot,
-    b_slot,
-    b_row,
     K: tl.constexpr,
-    O1: tl.constexpr,
-    O2: tl.constexpr,
-    O3: tl.constexpr,
-    O4: tl.constexpr,
     C: tl.constexpr,
-    R: tl.constexpr,
     RP: tl.constexpr,
     SLOTS: tl.constexpr,
-    GEMM_TILES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Base GEMM and shrink in one grid; programs of the lowest numbers shrink. GEMM_TILES = 0: the shrink alone.
+    """h[t, s] = gates[t, s] * x[t] A_s^T for every active slot s, in the order of ``active``. Grid (tiles x splits).
 
     ``counters``: [tile] splits arrived; zero before and after.
     """
-    H_TILES: tl.constexpr = (C * RP + BN - 1) // BN
-    SHRINK_TILES: tl.constexpr = SLOTS * H_TILES
+    H: tl.constexpr = C * RP
+    H_TILES: tl.constexpr = (H + BN - 1) // BN
     pid = tl.program_id(0)
     tile = pid // SPLIT
     split = pid % SPLIT
-    n_active = tl.load(active)
+    index = tile // H_TILES
+    if index >= tl.load(active):
+        if PDL:
+            gdc_wait()  # every program must reach it
+        return
+    word = tl.load(active + 2 + index)
+    slot = word & 0xFFFF
+    rank = word >> 16
     rows = tl.arange(0, BM)
     row_live = rows < m
     lane = tl.arange(0, BN)
+    n0 = (tile % H_TILES) * BN
+    cols = n0 + lane
+    within = cols % RP
+    col_live = (within < rank) & (cols < H)
     STEPS: tl.constexpr = (K + BK - 1) // BK
     SPAN: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     first = split * SPAN
     last = tl.minimum(first + SPAN, STEPS)
-
-    is_shrink = tile < SHRINK_TILES
-    index = tile // H_TILES
-    idle = is_shrink and index >= n_active
-    if idle:
-        if PDL:
-            gdc_wait()  # every program must reach it
-        return
-
-    # Selected, not branched over: a pointer that comes out of a branch would lose its alignment, and with it the async
-    # copies; a loop in each branch would double the shared memory. So A rows are addressed relative to w.
-    word = tl.load(active + 2 + index, mask=is_shrink, other=0)
-    slot = word & 0xFFFF
-    rank = word >> 16
-    _, n0, end = _locate(tile - SHRINK_TILES, BN, O1, O2, O3, O4)
-    cols = tl.where(is_shrink, (tile % H_TILES) * BN, n0) + lane
-    within = cols % RP
-    col_live = tl.where(is_shrink, (within < rank) & (cols < C * RP), cols < end)
-    BYTES: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
-    to_a = tl.multiple_of((a.to(tl.int64) - w.to(tl.int64)) // BYTES, 8) + slot.to(tl.int64) * a_slot
-    row = tl.where(is_shrink, (cols // RP) * rank + within, cols).to(tl.int64)
-    offsets = tl.where(is_shrink, to_a, 0) + row * tl.where(is_shrink, K, stride_w)
-    w_ptrs = w + offsets
-    if is_shrink and BN <= RP and ((tile % H_TILES) * BN) % RP >= rank:
+    if BN <= RP and n0 % RP >= rank:
         last = first  # only padding here: no bytes to read
+    a_ptrs = a + slot.to(tl.int64) * a_slot + ((cols // RP) * rank + within).to(tl.int64) * K
     if PDL:
         # The weights do not depend on the launch before: fetch the first steps' while it finishes.
         LINES: tl.constexpr = max(1, min(SPAN, 2) * BK // 64)
         near = tl.minimum(first * BK + tl.arange(0, LINES) * 64, K - 1)
-        _to_l2(w + tl.where(col_live[:, None], offsets[:, None] + near[None, :], 0))
+        _to_l2(tl.where(col_live, a_ptrs, a)[:, None] + near[None, :])
         gdc_wait()
         gdc_launch_dependents()
     x_ptrs = x + rows.to(tl.int64) * stride_x
@@ -181,16 +154,15 @@ def dense_kernel(
         k = step * BK + tl.arange(0, BK)
         if K % BK == 0:
             xk = tl.load(x_ptrs[:, None] + k[None, :], mask=row_live[:, None], other=0.0, eviction_policy="evict_last")
-            wk = tl.load(
-                w_ptrs[:, None] + k[None, :], mask=col_live[:, None], other=0.0, eviction_policy="evict_first"
+            ak = tl.load(
+                a_ptrs[:, None] + k[None, :], mask=col_live[:, None], other=0.0, eviction_policy="evict_first"
             )
         else:
             xk = tl.load(x_ptrs[:, None] + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
-            wk = tl.load(w_ptrs[:, None] + k[None, :], mask=col_live[:, None] & (k < K)[None, :], other=0.0)
-        acc = _dot(xk, wk.T, acc)
-
+            ak = tl.load(a_ptrs[:, None] + k[None, :], mask=col_live[:, None] & (k < K)[None, :], other=0.0)
+        acc = _dot(xk, ak.T, acc)
     if SPLIT > 1:
-        spot = tl.arange(0, BM)[:, None] * BN + lane[None, :]
+        spot = rows[:, None] * BN + lane[None, :]
         own = partials + tile.to(tl.int64) * (SPLIT * BM * BN)
         tl.store(own + split * (BM * BN) + spot, acc)
         tl.debug_barrier()
@@ -200,18 +172,10 @@ def dense_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for s in tl.static_range(SPLIT):
             acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
-
-    if is_shrink:
-        gate = tl.load(gates + rows * SLOTS + slot, mask=row_live, other=0.0)
-        low = tl.where((gate != 0.0)[:, None], acc * gate[:, None], 0.0)
-        ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * C * RP) + (index * (C * RP) + cols)[None, :]
-        tl.store(ptrs, low.to(h.dtype.element_ty), mask=row_live[:, None] & (cols < C * RP)[None, :])
-        return
-
-    if HAS_BIAS:
-        acc += tl.load(bias + cols, mask=col_live, other=0.0).to(tl.float32)[None, :]
-    y_ptrs = y + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
-    tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask=row_live[:, None] & col_live[None, :])
+    gate = tl.load(gates + rows * SLOTS + slot, mask=row_live, other=0.0)
+    low = tl.where((gate != 0.0)[:, None], acc * gate[:, None], 0.0)
+    ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * H) + (index * H + cols)[None, :]
+    tl.store(ptrs, low.to(h.dtype.element_ty), mask=row_live[:, None] & (cols < H)[None, :])
 
 
 @triton.jit
@@ -417,37 +381,41 @@ def grouped_shrink_kernel(
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h[p, row] = gate * x[row] A^T for the p-th slot of each row tile. Grid (columns x pairs x splits, tiles)."""
-    H_TILES: tl.constexpr = (C * RP + BN - 1) // BN
+    """h[p, row] = gate * x[row] A^T for the p-th slot of each row tile. Grid (columns x splits, tiles).
+
+    The columns are those of all pairs, one pair's after the other's, so that a wide tile reads x once for two slots.
+    """
+    H: tl.constexpr = C * RP
+    H_TILES: tl.constexpr = (PAIRS * H + BN - 1) // BN
     pid = tl.program_id(0)
     t = tl.program_id(1)
     split = pid % SPLIT
-    n_tile = pid // SPLIT % H_TILES
-    pair = pid // SPLIT // H_TILES
+    n_tile = pid // SPLIT
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if t >= tl.load(n_tiles):
         return
-    word = tl.load(tile_slots + t * PAIRS + pair)
-    if word == 0:
+    cols = n_tile * BN + tl.arange(0, BN)
+    pair = cols // H
+    words = tl.load(tile_slots + t * PAIRS + pair, mask=pair < PAIRS, other=0)
+    slots = words & 0xFFFF
+    ranks = words >> 16
+    if tl.max(ranks, 0) == 0:
         return
-    slot = word & 0xFFFF
-    rank = word >> 16
     lane_m = tl.arange(0, BM)
     rows = tl.load(tile_rows + t * BM + lane_m).to(tl.int64)
     row_live = (rows >= 0) & (rows < m)
-    cols = n_tile * BN + tl.arange(0, BN)
     within = cols % RP
-    col_live = (within < rank) & (cols < C * RP)
+    col_live = within < ranks
     STEPS: tl.constexpr = (K + BK - 1) // BK
     SPAN: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     first = split * SPAN
     last = tl.minimum(first + SPAN, STEPS)
-    if (n_tile * BN) % RP >= rank and BN <= RP:
+    if tl.max(col_live.to(tl.int32), 0) == 0:
         last = first  # only padding here: no bytes to read
     x_ptrs = x + rows * stride_x
-    a_ptrs = a + slot.to(tl.int64) * a_slot + ((cols // RP) * rank + within).to(tl.int64) * K
+    a_ptrs = a + slots.to(tl.int64) * a_slot + ((cols % H // RP) * ranks + within).to(tl.int64) * K
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)
@@ -460,7 +428,7 @@ def grouped_shrink_kernel(
         acc = _dot(xk, ak.T, acc)
     if SPLIT > 1:
         spot = lane_m[:, None] * BN + tl.arange(0, BN)[None, :]
-        number = (t * PAIRS + pair) * H_TILES + n_tile
+        number = t * H_TILES + n_tile
         own = partials + number.to(tl.int64) * (SPLIT * BM * BN)
         tl.store(own + split * (BM * BN) + spot, acc)
         tl.debug_barrier()
@@ -470,9 +438,10 @@ def grouped_shrink_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for s in tl.static_range(SPLIT):
             acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
-    gate = tl.load(tile_gates + (t * PAIRS + pair) * BM + lane_m)
-    ptrs = h + pair.to(tl.int64) * h_pair + rows[:, None] * (C * RP) + cols[None, :]
-    tl.store(ptrs, (acc * gate[:, None]).to(h.dtype.element_ty), mask=row_live[:, None] & (cols < C * RP)[None, :])
+    wanted = row_live[:, None] & (words != 0)[None, :]
+    gate = tl.load(tile_gates + (t * PAIRS + pair)[None, :] * BM + lane_m[:, None], mask=wanted, other=0.0)
+    ptrs = h + pair.to(tl.int64)[None, :] * h_pair + rows[:, None] * H + (cols % H)[None, :]
+    tl.store(ptrs, (acc * gate).to(h.dtype.element_ty), mask=wanted)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -92,7 +93,7 @@ def dense(
     b: torch.Tensor,
     routing: Routing,
     offsets: Sequence[int],
-    tile: Tile,
+    shrink: Tile,
     expand: Tile,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -100,54 +101,49 @@ def dense(
     """The dense kernels: with ``weight``, ``y = x W^T + bias + LoRA``; without, ``y += LoRA``.
 
     Args:
-        tile: of the shrink, or of the shrink and the base GEMM in one grid.
-        expand: of the expand; of the base GEMM and the expand where its plan is "fused".
+        expand: tile of the second launch: of the base GEMM and the expand, or of the expand alone.
     """
     assert routing.gates is not None and routing.active is not None
     (slots, _, r), parts, k = b.shape, len(offsets) - 1, x.shape[1]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
     m, pdl = routing.rows, _has_pdl(x.device)
-    block_m = max(tile.block_m, triton.next_power_of_2(max(m, 16)))
-    h_tiles = -(-parts * rp // tile.block_n)
-    fused = weight is not None and expand.plan == "fused"
-    gemm_tiles = 0 if weight is None or fused else _column_tiles(offsets, tile.block_n)
-    tiles = slots * h_tiles + gemm_tiles
+    block_m = triton.next_power_of_2(max(m, 16))
+    tiles = slots * -(-parts * rp // shrink.block_n)
     h = torch.empty((m, slots * parts * rp), dtype=x.dtype, device=x.device)
-    partials = h
-    if tile.split_k > 1:
-        partials = torch.empty(tiles * tile.split_k * block_m * tile.block_n, dtype=torch.float32, device=x.device)
     extra = {"launch_pdl": True} if pdl else {}
     _run(
-        kernel.dense_kernel, (tiles * tile.split_k,),
-        x, x if weight is None else weight, x if bias is None else bias, y, a, b, h,
-        routing.gates, routing.active, partials, _counters(x.device),
-        m, x.stride(0), y.stride(0), 0 if weight is None else weight.stride(0), a.stride(0), b.stride(0), b.stride(1),
-        K=k, O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, SLOTS=slots, GEMM_TILES=gemm_tiles,
-        HAS_BIAS=bias is not None, SPLIT=tile.split_k, BM=block_m, BN=tile.block_n, BK=tile.block_k, PDL=pdl,
-        num_warps=tile.warps, num_stages=tile.stages, **extra,
+        kernel.dense_shrink_kernel, (tiles * shrink.split_k,),
+        x, a, h, routing.gates, routing.active, _partials(x, tiles, shrink, block_m), _counters(x.device),
+        m, x.stride(0), a.stride(0),
+        K=k, C=parts, RP=rp, SLOTS=slots, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n, BK=shrink.block_k,
+        PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **extra,
     )  # fmt: skip
-    if weight is not None and fused:
-        columns, split = _column_tiles(offsets, expand.block_n), expand.split_k
-        if split > 1:
-            partials = torch.empty(columns * split * block_m * expand.block_n, dtype=torch.float32, device=x.device)
+    columns, stages = _column_tiles(offsets, expand.block_n), _stages(expand, block_m, rp, 1, x.itemsize)
+    common = {
+        "O1": o1, "O2": o2, "O3": o3, "O4": o4, "C": parts, "R": r, "RP": rp, "SLOTS": slots,
+        "SLOTS_P": triton.next_power_of_2(slots), "STAGES": stages, "BM": block_m, "BN": expand.block_n, "PDL": pdl,
+        "num_warps": expand.warps, **extra,
+    }  # fmt: skip
+    if weight is None:
         _run(
-            kernel.dense_linear_kernel, (columns * split,),
-            x, weight, x if bias is None else bias, y, b, h, routing.active, partials, _counters(x.device, 1),
-            m, x.stride(0), y.stride(0), weight.stride(0), b.stride(0), b.stride(1),
-            K=k, O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, SLOTS=slots, SLOTS_P=triton.next_power_of_2(slots),
-            HAS_BIAS=bias is not None, SPLIT=split, STAGES=_stages(expand, block_m, rp, 1, x.itemsize),
-            BM=block_m, BN=expand.block_n, BK=expand.block_k, PDL=pdl,
-            num_warps=expand.warps, num_stages=expand.stages, **extra,
+            kernel.dense_expand_kernel, (columns,),
+            y, b, h, routing.active, m, y.stride(0), b.stride(0), b.stride(1), num_stages=1, **common,
         )  # fmt: skip
         return y
     _run(
-        kernel.dense_expand_kernel, (_column_tiles(offsets, expand.block_n),),
-        y, b, h, routing.active, m, y.stride(0), b.stride(0), b.stride(1),
-        O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, SLOTS=slots, SLOTS_P=triton.next_power_of_2(slots),
-        STAGES=_stages(expand, block_m, rp, 1, x.itemsize), BM=block_m, BN=expand.block_n, PDL=pdl,
-        num_warps=expand.warps, num_stages=1, **extra,
+        kernel.dense_linear_kernel, (columns * expand.split_k,),
+        x, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
+        _counters(x.device, 1), m, x.stride(0), y.stride(0), weight.stride(0), b.stride(0), b.stride(1),
+        K=k, HAS_BIAS=bias is not None, SPLIT=expand.split_k, BK=expand.block_k, num_stages=expand.stages, **common,
     )  # fmt: skip
     return y
+
+
+def _partials(x: torch.Tensor, tiles: int, tile: Tile, block_m: int) -> torch.Tensor:
+    """Room for what the splits of so many tiles leave for the last of them; any tensor where there are none."""
+    if tile.split_k == 1:
+        return x
+    return torch.empty(tiles * tile.split_k * block_m * tile.block_n, dtype=torch.float32, device=x.device)
 
 
 def grouped(
@@ -169,21 +165,18 @@ def grouped(
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
     tiles, block_m = routing.tile_rows.shape
     pairs, pdl = routing.tile_slots.shape[1], _has_pdl(x.device)
-    h_tiles = -(-parts * rp // shrink.block_n)
+    h_tiles = -(-pairs * parts * rp // shrink.block_n)
     h = torch.empty((pairs, routing.rows, parts * rp), dtype=x.dtype, device=x.device)
-    partials, split = h, shrink.split_k
-    if tiles * pairs * h_tiles > _COUNTERS:
-        split = 1  # this many tiles fill the chip without splitting
-    if split > 1:
-        count = tiles * pairs * h_tiles * split * block_m * shrink.block_n
-        partials = torch.empty(count, dtype=torch.float32, device=x.device)
+    if tiles * h_tiles > _COUNTERS:
+        shrink = replace(shrink, split_k=1)  # this many tiles fill the chip without splitting
     extra = {"launch_pdl": True} if pdl else {}
     _run(
-        kernel.grouped_shrink_kernel, (h_tiles * pairs * split, tiles),
-        x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles, partials,
-        _counters(x.device), routing.rows, x.stride(0), a.stride(0), h.stride(0),
-        K=k, C=parts, RP=rp, PAIRS=pairs, SPLIT=split, BM=block_m, BN=shrink.block_n, BK=shrink.block_k, PDL=pdl,
-        num_warps=shrink.warps, num_stages=shrink.stages, **extra,
+        kernel.grouped_shrink_kernel, (h_tiles * shrink.split_k, tiles),
+        x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles,
+        _partials(x, tiles * h_tiles, shrink, block_m), _counters(x.device),
+        routing.rows, x.stride(0), a.stride(0), h.stride(0),
+        K=k, C=parts, RP=rp, PAIRS=pairs, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n, BK=shrink.block_k,
+        PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **extra,
     )  # fmt: skip
     n_tiles = _column_tiles(offsets, expand.block_n)
     _run(
