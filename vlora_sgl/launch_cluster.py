@@ -193,12 +193,12 @@ def free_ports(count: int) -> list[int]:
 
 async def run(args: ClusterArgs) -> None:
     """Serve until told to stop."""
-    import aiohttp
     from aiohttp import web
 
     from vlora_sgl.cluster import placement
+    from vlora_sgl.cluster.links import Keys, Links, new_session
     from vlora_sgl.cluster.replica import Replica
-    from vlora_sgl.cluster.router import CONNECT_TIMEOUT_S, KEEP_ALIVE_S, Router, Settings
+    from vlora_sgl.cluster.router import Router, Settings
     from vlora_sgl.cluster.supervisor import Supervisor
 
     devices = deal_devices(args)
@@ -209,18 +209,14 @@ async def run(args: ClusterArgs) -> None:
         placement.Affinity(args.slots, args.shares) if args.routing == "affinity"
         else placement.RoundRobin() if args.routing == "round_robin" else placement.Random()
     )  # fmt: skip
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-        auto_decompress=False,
-        read_bufsize=2**20,
-    )
+    session = new_session()
+    links = Links(session, Keys(args.value_of("--api-key"), args.value_of("--admin-api-key")))
     supervisors: list[Supervisor] = []
     router = Router(
         replicas,
         routing,
-        session,
-        Settings(args.queue, args.patience, args.value_of("--api-key"), args.value_of("--admin-api-key")),
+        links,
+        Settings(args.queue, args.patience),
         args.known,
         on_trouble=lambda replica: supervisors[replica.number].suspect(),
     )

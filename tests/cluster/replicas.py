@@ -11,12 +11,13 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from vlora_sgl.cluster.links import Keys, Links, new_session
 from vlora_sgl.cluster.placement import Affinity, Routing
 from vlora_sgl.cluster.replica import Replica
 from vlora_sgl.cluster.router import Router, Settings
 
 ADMIN = "secret"
-SETTINGS = Settings(patience=0.5, admin_key=ADMIN)
+SETTINGS, KEYS = Settings(patience=0.5), Keys(admin=ADMIN)
 
 
 class FakeReplica:
@@ -151,15 +152,16 @@ async def cluster(
     limit: int = 64,
     known: dict[str, str] | None = None,
     settings: Settings = SETTINGS,
+    keys: Keys = KEYS,
 ) -> AsyncIterator[FakeCluster]:
     """Start everything; every replica serves when this returns."""
     async with contextlib.AsyncExitStack() as stack:
         fakes = [FakeReplica() for _ in range(replicas)]
         for fake in fakes:
             await fake.start()
-        session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+        session = await stack.enter_async_context(new_session())
         views = [Replica(number, fake.url, limit) for number, fake in enumerate(fakes)]
-        router = Router(views, routing or Affinity(slots=4), session, settings, known)
+        router = Router(views, routing or Affinity(slots=4), Links(session, keys), settings, known)
         runner = web.AppRunner(router.application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

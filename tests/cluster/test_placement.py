@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.serving.traces import Workload, trace
@@ -34,6 +34,7 @@ def test_placement_by_hand() -> None:
     assert place({"a": 1, "b": 1, "c": 1, "d": 1}, [0, 1], 4, {}) == {"a": (0,), "b": (1,), "c": (0,), "d": (1,)}
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.floats(0, 100), min_size=1, max_size=30),
     st.integers(1, 8),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.replicas import ADMIN, FakeCluster, cluster
+from vlora_sgl.cluster.links import Keys
 from vlora_sgl.cluster.placement import Affinity, RoundRobin
-from vlora_sgl.cluster.requests import Wanted
 from vlora_sgl.cluster.router import Settings
 
 Story = Callable[[FakeCluster], Awaitable[None]]
@@ -198,7 +198,7 @@ def test_more_than_the_queue_holds_is_refused() -> None:
         made.fakes[0].hold.set()
         assert [status for status, _ in await asyncio.gather(*asks)] == [200, 200, 200]
 
-    play(story, replicas=1, limit=1, settings=Settings(queue=2, patience=0.5, admin_key=ADMIN))
+    play(story, replicas=1, limit=1, settings=Settings(queue=2))
 
 
 def test_a_client_that_hangs_up_frees_its_place_running_or_waiting() -> None:
@@ -248,14 +248,14 @@ def test_lives_of_an_adapter_across_replicas() -> None:
     async def story(made: FakeCluster) -> None:
         load = {"lora_name": "a", "lora_path": "/a"}
         assert (await made.post("/load_lora_adapter", load))[0] == 401
-        assert made.router.adapters == {}
+        assert made.router.catalogue.paths == {}
         status, answer = await made.post("/load_lora_adapter", load, ADMIN)
         assert (status, answer["report"]) == (200, "all matched")
         assert [fake.adapters for fake in made.fakes].count({"a": "/a"}) == 1
         assert (await made.post("/load_lora_adapter", load, ADMIN))[0] == 400
 
         for replica in made.router.replicas:  # as if it had been hot
-            await made.router.bring(replica, Wanted(("a",)))
+            await made.router.catalogue.bring(["a"], replica)
         assert (await made.post("/reload_lora_adapter", {"lora_name": "a", "lora_path": "broken"}, ADMIN))[0] == 400
         assert [fake.adapters for fake in made.fakes] == [{"a": "/a"}] * 2
         assert (await made.post("/reload_lora_adapter", {"lora_name": "a", "lora_path": "/b"}, ADMIN))[0] == 200
@@ -276,7 +276,7 @@ def test_a_replica_that_comes_back_is_told_what_has_changed() -> None:
         made.fakes[0].adapters = {"gone": "/gone", "new": "/old", "own": "/own"}
         made.router.replicas[0].end()
         await made.router.ready(made.router.replicas[0])  # what it came with is the cluster's now
-        assert made.router.adapters == {"gone": "/gone", "new": "/old", "own": "/own"}
+        assert made.router.catalogue.paths == {"gone": "/gone", "new": "/old", "own": "/own"}
         await made.post("/unload_lora_adapter", {"lora_name": "gone"}, ADMIN)
         await made.post("/reload_lora_adapter", {"lora_name": "new", "lora_path": "/new"}, ADMIN)
         made.fakes[0].adapters = {"gone": "/gone", "new": "/old", "own": "/own"}  # what its flags say
@@ -321,4 +321,4 @@ def test_a_wrong_key_sets_nothing_in_motion() -> None:
         assert (await made.post("/unload_lora_adapter", {"lora_name": "a"}, "key"))[0] == 401
         assert (await made.post("/unload_lora_adapter", {"lora_name": "a"}, ADMIN))[0] == 200
 
-    play(story, known={"a": "/a"}, settings=Settings(patience=0.5, api_key="key", admin_key=ADMIN))
+    play(story, known={"a": "/a"}, keys=Keys("key", ADMIN))

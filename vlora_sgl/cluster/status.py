@@ -1,0 +1,59 @@
+"""What a cluster says of itself: ``GET /cluster`` and ``GET /metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlora_sgl.cluster.placement import Affinity, Routing
+from vlora_sgl.cluster.replica import Replica
+
+PER_REPLICA = {
+    "serving": ("gauge", "Whether the replica serves."),
+    "running": ("gauge", "Requests that the replica has."),
+    "waiting": ("gauge", "Requests that wait for the replica."),
+    "served": ("counter", "Requests sent to the replica."),
+    "loads": ("counter", "Adapters that the router loaded on the replica."),
+    "starts": ("counter", "Times the replica began to serve."),
+}
+PER_CLUSTER = {
+    "sent_again": "Requests sent to a second replica because the first ended.",
+    "lost": "Requests answered by an error because replicas ended.",
+}
+
+
+def state(replicas: Sequence[Replica], routing: Routing, counts: Mapping[str, int]) -> dict[str, Any]:
+    """Replicas, homes of the adapters and requests by adapter; the last can be given to the next start.
+
+    Args:
+        replicas: all of them.
+        routing: how requests are routed.
+        counts: the router's own, by the names of PER_CLUSTER.
+    """
+    homes, shares = (routing.homes, routing.requests) if isinstance(routing, Affinity) else ({}, {})
+    return {
+        "replicas": [
+            {
+                "number": replica.number,
+                "url": replica.url,
+                **{name: getattr(replica, name) for name in PER_REPLICA},
+                "adapters": sorted(replica.loaded),
+            }
+            for replica in replicas
+        ],
+        "homes": homes,
+        "shares": {name: round(count, 3) for name, count in shares.items()},
+        **counts,
+    }
+
+
+def metrics(replicas: Sequence[Replica], counts: Mapping[str, int]) -> str:
+    """The same for Prometheus, in its text format; every replica has more at its own ``/metrics``."""
+    lines = []
+    for name, (kind, text) in PER_REPLICA.items():
+        lines += [f"# HELP vlora_cluster:{name} {text}", f"# TYPE vlora_cluster:{name} {kind}"]
+        lines += [f'vlora_cluster:{name}{{replica="{r.number}"}} {int(getattr(r, name))}' for r in replicas]
+    for name, count in counts.items():
+        lines += [f"# HELP vlora_cluster:{name} {PER_CLUSTER[name]}", f"# TYPE vlora_cluster:{name} counter"]
+        lines.append(f"vlora_cluster:{name} {count}")
+    return "\n".join([*lines, ""])
