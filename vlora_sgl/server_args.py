@@ -92,6 +92,10 @@ class VLoraArgs:
         100, "device memory for outputs of the image encoder, kept for images that come back", type=int, metavar="MIB"
     )
 
+    vision_graphs: int = _flag(
+        16, "image sizes whose encoder is kept as a CUDA graph; 0 for none", type=int, metavar="SIZES"
+    )
+
     def __post_init__(self) -> None:
         if not (self.theta > 0 and self.wait_bound > 0):
             raise ConfigError(

@@ -68,6 +68,25 @@ def test_mixed_batch_equals_single_runs_and_peft(server: Server, reference: Refe
     assert [row["meta_info"]["vlora"]["adapter"] for row in rows] == MIXED
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(is_plain_cpu(), reason="the encoder's CUDA graphs")
+def test_images_of_one_size_replay_the_encoders_graph(server: Server, reference: Reference) -> None:
+    """Two sizes of as many patches in turn: each has a graph of its own, and every answer is transformers'."""
+
+    def replays() -> int:
+        state = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]
+        return int(state["vlora"]["encoder"]["graph_replays"])
+
+    before = replays()
+    for seed in range(20, 28):
+        for size in ((112, 112), (56, 224)):
+            image = picture(seed).resize(size)
+            text = prompt(QUESTION, image=True)
+            answer = server.generate(text=text, lora_path=None, image_data=encoded(image))
+            assert answer["output_ids"] == reference.generate(text, None, image)
+    assert replays() - before >= 8
+
+
 def test_second_round_about_an_image_finds_it_cached(server: Server, reference: Reference) -> None:
     server.flush()
     first, image = prompt(QUESTION, image=True), picture(2)

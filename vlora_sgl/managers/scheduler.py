@@ -190,6 +190,7 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
 
     def vlora_state(self) -> dict[str, Any]:
         """What ``/server_info`` shows about us: JSON scalars, lists and dicts only."""
+        graphs = self.tp_worker.model_runner.vision_graphs
         return {
             "scheduler": type(self).__name__,
             "mode": self.vlora_args.mode,
@@ -198,7 +199,7 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
             "plan": {**self.planner.state(), "slots": self.residency.state()} if self.planner is not None else None,
             **(self.lora_manager.mode_state() if self.lora_manager is not None else {}),
             "reuse": self.reuse_state(),
-            "encoder": self.encoder_cache.state(),
+            "encoder": {**self.encoder_cache.state(), **(graphs.state() if graphs is not None else {})},
             "heads": self.head_totals,
             "adapters": self.lora_manager.adapter_state() if self.lora_manager is not None else {},
         }

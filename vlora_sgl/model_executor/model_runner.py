@@ -8,6 +8,8 @@ from typing import Any
 
 from vlora_sgl import _sgl
 from vlora_sgl.managers import encoder_cache
+from vlora_sgl.model_executor import vision_graphs
+from vlora_sgl.server_args import VLoraArgs
 
 READERS = frozenset(
     {
@@ -30,6 +32,7 @@ WRITERS = frozenset(
 class VLoraModelRunner(_sgl.ModelRunner):
     """One per rank."""
 
+    vision_graphs: vision_graphs.VisionGraphs | None = None
     weight_updater: Any
     weight_exporter: Any
 
@@ -47,6 +50,10 @@ class VLoraModelRunner(_sgl.ModelRunner):
         if manager is not None:
             slots = self.max_total_num_tokens + self.page_size  # SGLang pads its KV cache by a page
             manager.bind_pools(self.req_to_token_pool.req_to_token, slots)
+        limit = VLoraArgs.from_environment().vision_graphs
+        # Ranks would have to capture their reductions together.
+        alone = self.server_args.tp_size == 1 and not self.server_args.disable_cuda_graph
+        self.vision_graphs = vision_graphs.install(self.model, limit if alone else 0)
         return super().init_cuda_graphs(*args, **kwargs)
 
     def check_weights(self, action: str, allow_quant_error: bool = False) -> Any:

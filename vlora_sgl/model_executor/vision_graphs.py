@@ -1,0 +1,141 @@
+"""CUDA graphs of the image encoder, for image sizes that keep coming.
+
+An encoder of 32 blocks is some 600 launches; on a recent GPU they take the host longer than the work of a small image
+takes the device, so the host sets the time to the first token. A camera or a web page sends images of few sizes, so
+after a few of one size its encoder is captured and replayed. Everything but the pixels depends on the grid alone
+(positions, windows, lengths): the key is the grid, and the recorded arguments of the blocks are the graph's constants.
+
+SGLang has such graphs too (``SGLANG_VIT_ENABLE_CUDA_GRAPH``), keyed by the number of patches: two grids of as many
+patches would share one, with the wrong windows, and every size is captured when it first comes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+ENCODERS = frozenset({"Qwen2_5_VisionTransformer"})
+"""SGLang's encoder classes whose forward is the one of ``_Graph``."""
+
+AFTER = 3
+"""Images of a size that run eagerly before the next one is captured: a capture takes as long as some ten images."""
+
+REMEMBERED = 512
+"""Sizes that are counted at a time."""
+
+MAX_PATCHES = 8192
+"""Larger inputs keep the device busy longer than their launches keep the host."""
+
+Key = tuple[tuple[int, ...], ...]
+
+
+class VisionGraphs:
+    """Stands in the place of an encoder's ``forward``.
+
+    Args:
+        encoder: SGLang's module, of a class in ``ENCODERS``.
+        limit: graphs that are kept; the least recently used one leaves first.
+    """
+
+    def __init__(self, encoder: Any, limit: int) -> None:
+        self.encoder, self.limit = encoder, limit
+        self.replays = 0
+        self._eager = encoder.forward
+        self._seen: OrderedDict[Key, int] = OrderedDict()
+        self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
+        self._pool: Any = None
+
+    def __call__(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        """As the encoder: embeddings of patches x [S, pixels] of images with grids ``grid_thw`` [images, 3]."""
+        if grid_thw.is_cuda or x.shape[0] > MAX_PATCHES or not self.limit:
+            return self._eager(x, grid_thw)
+        key: Key = tuple(map(tuple, grid_thw.tolist()))
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            self.replays += 1
+            return graph(x)
+        if not self._due(key):
+            return self._eager(x, grid_thw)
+        return self._capture(key, x, grid_thw)
+
+    def state(self) -> dict[str, int]:
+        """Figures for ``/vlora/stats``."""
+        return {"graphs": len(self._graphs), "graph_replays": self.replays}
+
+    def _due(self, key: Key) -> bool:
+        count = self._seen.pop(key, 0) + 1
+        self._seen[key] = count
+        if len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+        return count > AFTER
+
+    def _capture(self, key: Key, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        """The eager answer; from the next image of this size on, a graph that has been seen to give the same."""
+        calls: list[dict[str, Any]] = []
+        hooks = [
+            block.register_forward_pre_hook(lambda _, __, given: calls.append(given), with_kwargs=True)
+            for block in self.encoder.blocks
+        ]
+        try:
+            answer = self._eager(x, grid_thw)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        try:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = _Graph(self.encoder, x, grid_thw, calls, self._pool)
+            same = torch.equal(graph(x), answer)
+        except RuntimeError as error:  # out of memory, or an operation that cannot be captured
+            logger.warning("no graphs of the image encoder: %s", error)
+            self.limit = 0
+            return answer
+        if not same:
+            logger.warning("no graphs of the image encoder: a replay differs from the eager run")
+            self.limit = 0
+            return answer
+        self._graphs[key] = graph
+        if len(self._graphs) > self.limit:
+            self._graphs.popitem(last=False)
+        return answer
+
+
+class _Graph:
+    """The encoder captured for one grid: patches in, embeddings out."""
+
+    def __init__(
+        self, encoder: Any, x: torch.Tensor, grid_thw: torch.Tensor, calls: list[dict[str, Any]], pool: Any
+    ) -> None:
+        window, _ = encoder.get_window_index(grid_thw)
+        window = window.to(encoder.device)
+        back = torch.argsort(window)
+        unit = encoder.spatial_merge_unit
+        self._x = x.to(device=encoder.device, dtype=encoder.dtype, copy=True)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            hidden = encoder.patch_embed(self._x)
+            rows = hidden.shape[0]
+            hidden = hidden.reshape(rows // unit, unit, -1)[window].reshape(rows, 1, -1)
+            for block, given in zip(encoder.blocks, calls, strict=True):
+                hidden = block(hidden, **given)
+            self._out = encoder.merger(hidden)[back]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self._x.copy_(x)
+        self._graph.replay()
+        return self._out.clone()
+
+
+def install(model: Any, limit: int) -> VisionGraphs | None:
+    """Put graphs in the place of a model's image encoder; ``None`` where it has none that we know."""
+    encoder = getattr(model, "visual", None)
+    if limit < 1 or type(encoder).__name__ not in ENCODERS or encoder.device.type != "cuda":
+        return None
+    encoder.forward = graphs = VisionGraphs(encoder, limit)
+    return graphs
