@@ -134,7 +134,7 @@ class _Graph:
 
 def install(model: Any, limit: int) -> VisionGraphs | None:
     """Put graphs in the place of a model's image encoder; ``None`` where it has none that we know."""
-    encoder = getattr(model, "visual", None)
+    encoder: Any = getattr(model, "visual", None)
     if limit < 1 or type(encoder).__name__ not in ENCODERS or encoder.device.type != "cuda":
         return None
     encoder.forward = graphs = VisionGraphs(encoder, limit)
