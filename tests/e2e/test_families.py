@@ -41,11 +41,12 @@ SHOWN = {
     "llava": "<|image_pad|>",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"),
 }
-LLAVA_FAILS = pytest.mark.xfail(
-    reason="to find LLaVA's parts SGLang imports every model of transformers, and DeBERTa's does not compile there",
-    strict=True,
+LLAVA = pytest.mark.skip(
+    reason="SGLang 0.5.17 has no CLIPVisionModel to build transformers' LLaVA of: it falls back to a language model"
 )
-FAMILIES = ["llama", "qwen2", *(pytest.param(f, marks=LLAVA_FAILS) if f == "llava" else f for f in SHOWN)]
+FAMILIES = ["llama", "qwen2", *(pytest.param(f, marks=LLAVA) if f == "llava" else f for f in SHOWN)]
+# SGLang takes rows of any other width than that of 14 x 14 patches for embeddings that are done.
+PATCHES_OF_14 = ("qwen2_vl", "qwen2_5_vl")
 KEY = {"Authorization": "Bearer secret"}
 
 
@@ -61,7 +62,12 @@ def save_family(family: str, directory: Path) -> Path:
     }
     special = {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"], "pad_token_id": 0}
     vocabulary = (len(tokenizer) + 63) // 64 * 64
-    model = tiny_model(family, text={"vocab_size": vocabulary, "intermediate_size": 64, **special}, tokens=tokens)
+    vision: dict[str, Any] = {"patch_size": 14} if family in PATCHES_OF_14 else {}
+    if family == "qwen2_5_vl":
+        vision["window_size"] = 56
+    model = tiny_model(
+        family, text={"vocab_size": vocabulary, "intermediate_size": 64, **special}, tokens=tokens, vision=vision
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:  # larger than usual, so that greedy answers are no near-ties
@@ -83,7 +89,8 @@ def processor_of(family: str, tokenizer: Any) -> Any:
         )  # fmt: skip
     if family not in SHOWN:
         return tokenizer
-    shape = {"patch_size": 4, "merge_size": 2, "min_pixels": 16 * 16, "max_pixels": 32 * 32}
+    size = 14 if family in PATCHES_OF_14 else 4
+    shape = {"patch_size": size, "merge_size": 2, "min_pixels": (4 * size) ** 2, "max_pixels": (8 * size) ** 2}
     images = Qwen2VLImageProcessor(**shape)
     made = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}[family]
     videos = Qwen3VLVideoProcessor() if family == "qwen3_vl" else Qwen2VLVideoProcessor(**shape)
@@ -150,7 +157,7 @@ def test_adapters_answer_as_peft_does(family: Any, seen: bool) -> None:
     name, server, expected = family
     if seen and name not in SHOWN:
         pytest.skip("a model of text only")
-    image = make_image(5, (32, 32)) if seen else None
+    image = make_image(5, (112, 56) if name in PATCHES_OF_14 else (32, 32)) if seen else None
     text = TEXT.replace("user\n", "user\n" + SHOWN[name]) if seen else TEXT
     names: list[str | None] = [None, "A", "B"]
     wanted = [expected.tokens(text, adapter, image) for adapter in names]

@@ -50,41 +50,40 @@ _VISION_TOKENS = {
 _QWEN2_VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "in_channels": 3, "in_chans": 3, "spatial_merge_size": 2}
 
 
-def _qwen25_vl(text: Config, tokens: Config) -> nn.Module:
+def _qwen25_vl(text: Config, tokens: Config, more: Config) -> nn.Module:
     vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
     text = {**text, "rope_parameters": _MROPE}
     config = Qwen2_5_VLConfig(
         text_config=text,
-        vision_config={**vision, "window_size": 16, "fullatt_block_indexes": [1]},
+        vision_config={**vision, "window_size": 16, "fullatt_block_indexes": [1], **more},
         tie_word_embeddings=False,
         **tokens,
     )
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _qwen2_vl(text: Config, tokens: Config) -> nn.Module:
+def _qwen2_vl(text: Config, tokens: Config, more: Config) -> nn.Module:
     text = {**text, "rope_parameters": _MROPE}
-    vision = {**_QWEN2_VISION, "embed_dim": 32, "hidden_size": 32}
+    vision = {**_QWEN2_VISION, "embed_dim": 32, "hidden_size": 32, **more}
     config = Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
     return Qwen2VLForConditionalGeneration(config)
 
 
-def _qwen3_vl(text: Config, tokens: Config) -> nn.Module:
+def _qwen3_vl(text: Config, tokens: Config, more: Config) -> nn.Module:
     vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
     text = {**text, "head_dim": 8, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
     config = Qwen3VLConfig(
         text_config=text,
-        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0], **more},
         tie_word_embeddings=False,
         **tokens,
     )
     return Qwen3VLForConditionalGeneration(config)
 
 
-def _llava(text: Config, tokens: Config) -> nn.Module:
-    vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
-    )
+def _llava(text: Config, tokens: Config, more: Config) -> nn.Module:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**{**small, "image_size": 16, "patch_size": 8, **more})
     config = LlavaConfig(
         vision_config=vision,
         text_config=LlamaConfig(**text),
@@ -95,10 +94,10 @@ def _llava(text: Config, tokens: Config) -> nn.Module:
     return LlavaForConditionalGeneration(config)
 
 
-_BUILDERS: dict[str, Callable[[Config, Config], nn.Module]] = {
-    "llama": lambda text, _: LlamaForCausalLM(LlamaConfig(**text)),
-    "qwen2": lambda text, _: Qwen2ForCausalLM(Qwen2Config(**text)),
-    "phi3": lambda text, _: Phi3ForCausalLM(Phi3Config(**{**text, "pad_token_id": 0})),
+_BUILDERS: dict[str, Callable[[Config, Config, Config], nn.Module]] = {
+    "llama": lambda text, *_: LlamaForCausalLM(LlamaConfig(**text)),
+    "qwen2": lambda text, *_: Qwen2ForCausalLM(Qwen2Config(**text)),
+    "phi3": lambda text, *_: Phi3ForCausalLM(Phi3Config(**{**text, "pad_token_id": 0})),
     "llava": _llava,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen25_vl,
@@ -113,15 +112,17 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     text: Config | None = None,
     tokens: Config | None = None,
+    vision: Config | None = None,
 ) -> nn.Module:
     """A random model of ``family``, the same for the same seed.
 
     Args:
         text: changes to the language model's configuration.
         tokens: ids of the vision tokens, for a model that is to have a tokenizer.
+        vision: changes to the vision tower's configuration.
     """
     torch.manual_seed(seed)
-    return _BUILDERS[family]({**TEXT, **(text or {})}, tokens or _VISION_TOKENS).to(dtype).eval()
+    return _BUILDERS[family]({**TEXT, **(text or {})}, tokens or _VISION_TOKENS, vision or {}).to(dtype).eval()
 
 
 @functools.cache

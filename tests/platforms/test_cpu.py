@@ -32,6 +32,7 @@ platform.init_backend()
 tensor = torch.empty(2, pin_memory=True)
 assert tensor.pin_memory() is tensor and not tensor.is_pinned()
 assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu").tolist() == [1, 2]
+import transformers.models.deberta.modeling_deberta  # TorchScript that calls torch.arange
 print("fine")
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)

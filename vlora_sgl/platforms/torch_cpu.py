@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.jit._builtins import _find_builtin, _register_builtin
 
 from vlora_sgl import _sgl
 from vlora_sgl._sgl import CpuSRTPlatform, PlatformEnum
@@ -47,4 +48,9 @@ def _without_pinning(factory: Any) -> Any:
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
+    # TorchScript knows torch's functions by identity; SGLang's LLaVA imports all models of transformers, scripted ones
+    # among them.
+    operator = _find_builtin(factory)
+    if operator is not None:
+        _register_builtin(call, operator)
     return call
