@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import Server
+from tests.e2e.reference import data_url, make_image
 from tests.reference import Reference
 from tests.soak import phases
 from tests.soak.phases import GREEDY, adapters, answer, load, longest_gap, post, question, reload, stream, unload
@@ -48,19 +49,22 @@ def server_state(server: Server) -> Any:
 
 def test_two_rounds_with_alternating_adapters_equal_cold_runs(server: Server) -> None:
     order: list[str | None] = ["A", "B", None, "A"]
-    second = PROMPT + "yes<|im_end|>\n<|im_start|>user\nIs there a cat?<|im_end|>\n<|im_start|>assistant\n"
+    image = data_url(make_image(4))
+    first = PROMPT.replace("user\n", "user\n<|vision_start|><|image_pad|><|vision_end|>", 1)
+    second = first + "yes<|im_end|>\n<|im_start|>user\nIs there a cat?<|im_end|>\n<|im_start|>assistant\n"
     cold: dict[tuple[str, str | None], list[int]] = {}
-    for text in (PROMPT, second):
+    for text in (first, second):
         for name in order:
             server.flush()
-            cold[text, name] = answer(server, text, name)
-    assert len({tuple(cold[PROMPT, name]) for name in order}) == 3, "the adapters must change the answer"
+            reply = server.generate(text=text, image_data=image, lora_path=name, sampling_params=GREEDY)
+            cold[text, name] = reply["output_ids"]
+    assert len({tuple(cold[first, name]) for name in order}) == 3, "the adapters must change the answer"
 
     server.flush()
     seen: set[str | None] = set()
-    for text in (PROMPT, second):
+    for text in (first, second):
         for name in order:
-            reply = server.generate(text=text, lora_path=name, sampling_params=GREEDY)
+            reply = server.generate(text=text, image_data=image, lora_path=name, sampling_params=GREEDY)
             assert reply["output_ids"] == cold[text, name]
             assert (
                 reply["meta_info"]["cached_tokens"] > 256 if name in seen else not reply["meta_info"]["cached_tokens"]
