@@ -34,17 +34,19 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
-def engine_defaults(model: str = "", adapters_given: bool = False) -> dict[str, Any]:
+def engine_defaults(model: str = "", adapters_given: bool = False, slot_ranks: Sequence[int] = ()) -> dict[str, Any]:
     """Defaults for this machine and this model, by ``ServerArgs`` field; a baked model comes with its adapters."""
     adapters = adapter_options(model, adapters_given)
+    if slot_ranks:  # one slot more is the base model's
+        adapters = {**adapters, "max_loras_per_batch": len(slot_ranks) + 1, "max_lora_rank": max(slot_ranks)}
     return {**adapters, **COMMON_DEFAULTS, **(CPU_DEFAULTS if is_plain_cpu() else {})}
 
 
-def command_line_defaults(argv: Sequence[str]) -> list[str]:
+def command_line_defaults(argv: Sequence[str], slot_ranks: Sequence[int] = ()) -> list[str]:
     """The defaults as flags, less those that ``argv`` sets itself."""
     given = {argument.partition("=")[0] for argument in argv if argument.startswith("--")}
     flags: list[str] = []
-    for name, value in engine_defaults(imports.model_path_of(argv), "--lora-paths" in given).items():
+    for name, value in engine_defaults(imports.model_path_of(argv), "--lora-paths" in given, slot_ranks).items():
         flag = "--" + name.replace("_", "-")
         if flag not in given:
             flags += [flag] if value is True else [flag, *(value if isinstance(value, list) else [str(value)])]

@@ -43,9 +43,11 @@ class Engine(AsksHeads, _sgl.Engine):
     run_detokenizer_process_func = processes.WithEnvironment(processes.run_detokenizer)
 
     def __init__(self, *, vlora: VLoraArgs | None = None, **server_args: Any) -> None:
-        (vlora or VLoraArgs()).to_environment()
+        ours = vlora or VLoraArgs()
+        ours.to_environment()
         imports.disable_other_models(str(server_args.get("model_path", "")))
-        defaults = engine_defaults(str(server_args.get("model_path", "")), bool(server_args.get("lora_paths")))
+        model, given = str(server_args.get("model_path", "")), bool(server_args.get("lora_paths"))
+        defaults = engine_defaults(model, given, ours.lora_slot_ranks)
         settings = _sgl.ServerArgs(**{**defaults, "log_level": "error", **server_args})
         refuse_unsupported(settings)
         super().__init__(server_args=settings)

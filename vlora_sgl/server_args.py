@@ -19,6 +19,9 @@ from vlora_sgl.errors import ConfigError
 from vlora_sgl.platforms.cpu import is_plain_cpu
 
 ENVIRONMENT_VARIABLE = "VLORA_SGL_ARGS"
+SLOT_UNIT = 16
+"""Ranks of device slots are multiples of it: what ``tl.dot`` pads a rank to, and what keeps the kernels' addresses
+aligned."""
 
 
 def _flag(default: Any, help: str, **options: Any) -> Any:
@@ -71,6 +74,15 @@ class VLoraArgs:
         choices=("device", "host"),
         flag="--merge-copy",
     )
+    lora_slot_ranks: tuple[int, ...] = _flag(
+        (),
+        "ranks of the device slots for adapters, one number a slot, so that a small adapter does not cost what the "
+        "largest does; multiples of 16; sets --max-loras-per-batch and --max-lora-rank. By default all have that",
+        nargs="+",
+        type=int,
+        metavar="RANK",
+        flag="--lora-slot-ranks",
+    )
     adapter_root: tuple[str, ...] = _flag(
         (),
         "directory below which adapters may be loaded at run time; give it several times for several; "
@@ -101,8 +113,10 @@ class VLoraArgs:
             raise ConfigError(
                 f"--vlora-theta and --vlora-wait-bound must be > 0; got {self.theta!r} and {self.wait_bound!r}"
             )
-        object.__setattr__(self, "adapter_root", tuple(self.adapter_root))
-        object.__setattr__(self, "image_host", tuple(self.image_host))
+        for name in ("lora_slot_ranks", "adapter_root", "image_host"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if any(rank <= 0 or rank % SLOT_UNIT for rank in self.lora_slot_ranks):
+            raise ConfigError(f"--lora-slot-ranks must be multiples of {SLOT_UNIT}; got {self.lora_slot_ranks}")
         for item in dataclasses.fields(self):
             choices = item.metadata.get("choices")
             if choices and getattr(self, item.name) not in choices:

@@ -58,6 +58,24 @@ def tiles(split: int) -> FixedTable:
     )
 
 
+def behind_each_other(a: torch.Tensor, b: torch.Tensor, ranks, parts: int):
+    """The same slots laid out as ``lora.pool`` does, in overlapping views: (a, b, places); the empty take no room."""
+    sizes = [-(-rank // 16) * 16 for rank in ranks]
+    places, total = [0] * len(ranks), 0
+    for slot in sorted(range(len(ranks)), key=lambda slot: sizes[slot]):
+        places[slot], total = total // 16, total + sizes[slot]
+    k, n, largest, count = a.shape[2], b.shape[1], max(sizes), max(places) + 1
+    a_all, b_all = a.new_full((total * parts, k), float("nan")), b.new_full((n, total), float("nan"))
+    for slot, rank in enumerate(ranks):
+        a_all[16 * places[slot] * parts :][: parts * rank] = a[slot, : parts * rank]
+        b_all[:, 16 * places[slot] :][:, :rank] = b[slot, :, :rank]
+    views = (
+        a_all.as_strided((count, parts * largest, k), (parts * 16 * k, k, 1)),
+        b_all.as_strided((count, n, largest), (16, total, 1)),
+    )
+    return *views, places
+
+
 def make_case(shape: str, routing: str, dtype: torch.dtype, dense: bool):
     """Poisoned pools: whatever lies outside a slot's own rank is NaN, and so are empty slots."""
     k, offsets, r, ranks, scalings = SHAPES[shape]
@@ -101,11 +119,19 @@ def torch_own(y, x, a, b, groups, ranks, scalings, offsets):
     return y
 
 
-def run_case(shape: str, routing: str, dtype: torch.dtype, dense: bool, table: TilingTable | None) -> None:
+def run_case(
+    shape: str, routing: str, dtype: torch.dtype, dense: bool, table: TilingTable | None, sized: bool = False
+) -> None:
     x, w, bias, a, b, groups, ranks, scalings, offsets, route = make_case(shape, routing, dtype, dense)
+    equal_a, equal_b = a, b
     base = torch.nn.functional.linear(x, w, bias)
     exact = atmm_reference(base.cpu(), x.cpu(), a.cpu(), b.cpu(), groups, ranks, scalings, offsets).to(DEVICE)
     own = torch_own(base, x, a, b, groups, ranks, scalings, offsets)
+    if sized:
+        a, b, places = behind_each_other(a, b, ranks, len(offsets) - 1)
+        route = make_routing(
+            groups, len(x), ranks, scalings, DEVICE, places=places, dense=route.gates is not None, block=16
+        )
     if route.has_adapters:
         assert (exact - base.double()).abs().max() > 0.1, "the adapters must change the output"
     out = base.clone()
@@ -114,16 +140,19 @@ def run_case(shape: str, routing: str, dtype: torch.dtype, dense: bool, table: T
     untouched = [t for rows, pairs in groups if not pairs for t in rows.tolist()]
     assert torch.equal(out[untouched], base[untouched])
     full = torch.nn.functional.linear(x.double(), w.double(), bias.double())
-    exact = atmm_reference(full.cpu(), x.cpu(), a.cpu(), b.cpu(), groups, ranks, scalings, offsets).to(DEVICE)
+    exact = atmm_reference(full.cpu(), x.cpu(), equal_a.cpu(), equal_b.cpu(), groups, ranks, scalings, offsets).to(
+        DEVICE
+    )
     check(atmm_linear(x, w, bias, a, b, route, offsets, table), exact, own)
 
 
+@pytest.mark.parametrize("sized", [False, True], ids=["equal-slots", "sized-slots"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the path of a plain CPU")
-def test_torch_path(shape, routing, dtype):
-    run_case(shape, routing, dtype, True, None)
+def test_torch_path(shape, routing, dtype, sized):
+    run_case(shape, routing, dtype, True, None, sized)
 
 
 # The interpreter multiplies bfloat16 as integers, so kernels run there in float32 and float16.
@@ -157,6 +186,13 @@ def test_kernel_leaves_rows_past_the_batch_alone(accumulate):
     launched(y[:5], x, a, b, wide, offsets, Tile(16, 32, 32, 1, 4, 2), Tile(16, 32, 0, 1, 4, 2, run=2))
     assert torch.isnan(y[5:]).all()
     assert torch.allclose(y[:5].double() if accumulate else (y[:5] + base).double(), exact, atol=1e-4)
+
+
+@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
+@pytest.mark.parametrize("plan", ["grid", "grouped"])
+@pytest.mark.parametrize("shape", ["qkv-unequal-odd-ranks", "ranks-of-whole-groups"])
+def test_kernel_on_slots_of_unequal_sizes(shape, plan):
+    run_case(shape, "two-slots-a-row", torch.float32, plan != "grouped", tiles(3), sized=True)
 
 
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="starts the interpreter run where there is no GPU")

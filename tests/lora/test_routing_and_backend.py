@@ -79,7 +79,7 @@ def test_graph_tables_hold_what_fresh_tables_hold_and_forget_the_batch_before(ro
     from vlora_sgl.lora.backend import GraphTables
 
     ranks, scalings = [4, 8, 2, 0], [0.5, 1.0, 2.0, 0.0]
-    tables = GraphTables(96, 4, torch.device("cpu"))
+    tables = GraphTables(96, range(4), torch.device("cpu"))
     tables.refresh([(((0, 1.0), (1, -1.0)), 96)], ranks, scalings)
     runs = [(((0, 1.0), (2, -1.0)), 2), ((), 1), (((1, 1.0),), rows - 3)]
     view = tables.refresh(runs, ranks, scalings)
@@ -114,7 +114,7 @@ def test_a_refresh_reuses_its_buffers_and_costs_the_host_little():
     from vlora_sgl.lora.backend import GraphTables
 
     ranks, scalings = [64] * 8 + [0], [1.0] * 8 + [0.0]
-    tables = GraphTables(32, 9, torch.device("cpu"))
+    tables = GraphTables(32, range(9), torch.device("cpu"))
     runs = [(((slot, 1.0), (0, -1.0)), 4) for slot in range(8)]
     addresses = {tables.refresh(runs, ranks, scalings).gates.data_ptr() for _ in range(2 * GraphTables.RING)}
     assert len(addresses) == 1
@@ -133,7 +133,7 @@ def test_a_replay_follows_refreshed_tables_without_allocating_or_waiting(rows):
     options = {"device": "cuda", "dtype": torch.bfloat16}
     a, b = torch.randn(4, 32, 64, **options), torch.randn(4, 96, 16, **options)
     x, w = torch.randn(rows, 64, **options), torch.randn(96, 64, **options)
-    tables = GraphTables(rows, 4, torch.device("cuda"))
+    tables = GraphTables(rows, range(4), torch.device("cuda"))
     tables.refresh([((), rows)], ranks, scalings)
     view = tables.routing(rows)
     atmm_linear(x, w, None, a, b, view, offsets)

@@ -284,7 +284,8 @@ def error_ratio(case: Case, run: Callable[[int], torch.Tensor]) -> float:
         exact, own = x.double() @ case.w[0].double().T, F.linear(x, case.w[0])
     else:
         exact, own = start.double(), start.clone()
-    wide = Routing(job.rows, job.slots, case.routing.groups, case.routing.ranks, case.routing.scalings)
+    routing = case.routing
+    wide = Routing(job.rows, job.slots, routing.groups, routing.ranks, routing.places, routing.scalings)
     exact = atmm_torch(exact, x.double(), a.double(), b.double(), wide, offsets)
     own = atmm_torch(own, x, a, b, wide, offsets)
     saved = case.y[0].clone()

@@ -54,7 +54,7 @@ def pin_adapter(manager: Any, lora_ref: Any) -> Any:
     before = bool(manager.lora_refs[lora_ref.lora_id].pinned)
     try:
         if lora_ref.pinned and not before:
-            manager.check_pins()
+            manager.check_pins(manager.loras[lora_ref.lora_id].config.r)
     except AdapterError as error:
         return manager.create_lora_update_result(success=False, error_message=str(error))
     manager.lora_refs[lora_ref.lora_id] = lora_ref

@@ -57,13 +57,14 @@ class GraphTables:
 
     RING = 4
 
-    def __init__(self, max_rows: int, slots: int, device: torch.device) -> None:
-        self.slots, self.max_rows, self.device = slots, max_rows, device
+    def __init__(self, max_rows: int, places: Sequence[int], device: torch.device) -> None:
+        self.places, self.max_rows, self.device = tuple(places), max_rows, device
+        slots = self.slots = len(places)
         self.dense_rows = min(max_rows, DENSE_MAX_ROWS) if is_dense(1, slots) else 0
         self.block = TILE_ROWS[slots <= DENSE_MAX_SLOTS]  # many slots, few rows each
         self.max_tiles = self._most_tiles(max_rows) if max_rows > self.dense_rows else 0
         sizes = {
-            "active": 2 + slots,
+            "active": 2 + 2 * slots,
             "gates": self.dense_rows * slots,
             "n_tiles": 1,
             "tile_rows": self.max_tiles * self.block,
@@ -95,7 +96,7 @@ class GraphTables:
 
     def _views_for(self, rows: int) -> Routing:
         words, at = self.buffer, self.at
-        view = Routing(rows, self.slots, [])
+        view = Routing(rows, self.slots, [], places=self.places)
         if is_dense(rows, self.slots):
             view.active = words[at["active"]]
             view.gates = words[at["gates"]].view(torch.float32).view(-1, self.slots)[:rows]
@@ -145,7 +146,7 @@ class GraphTables:
         gates = host[self.at["gates"]].view(np.float32)
         gates.fill(0.0)
         gates[list(cells)] = list(cells.values())  # one assignment: numpy's overhead per call is what costs here
-        active = active_table(used, ranks)
+        active = active_table(used, ranks, self.places)
         start = self.at["active"].start
         host[start : start + len(active)] = active
 
@@ -155,7 +156,7 @@ class GraphTables:
         groups, rows = groups_of(runs)
         check_groups(groups, rows, ranks)
         spare = np.arange(rows, self.max_rows, dtype=np.int32)
-        tiles, slots, gates = grouped_tables([*groups, (spare, ())], ranks, scalings, self.block)
+        tiles, slots, gates = grouped_tables([*groups, (spare, ())], ranks, scalings, self.places, self.block)
         count, width = slots.shape
         if count > self.max_tiles or width > GRAPH_PAIRS:
             raise ConfigError(
@@ -180,13 +181,14 @@ class AtmmBackend(_sgl.BaseLoRABackend):
     def __init__(self, max_loras_per_batch: int, device: torch.device, **_: Any) -> None:
         super().__init__(max_loras_per_batch, torch.device(device))
         self.graph_tables: GraphTables | None = None
+        self.places: Sequence[int] = range(max_loras_per_batch)  # of each slot in the pools; the manager's, if others
 
     # One batch
 
     def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
         """Allocate what captured decode graphs read."""
         rows = max_bs_in_cuda_graph * num_tokens_per_req
-        self.graph_tables = GraphTables(rows, self.max_loras_per_batch, self.device)
+        self.graph_tables = GraphTables(rows, self.places, self.device)
 
     def prepare_lora_batch(
         self,
@@ -224,7 +226,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
             routing = self.graph_tables.refresh(runs, lora_ranks, scalings)
         else:
             groups, rows = groups_of(runs)
-            routing = make_routing(groups, rows, lora_ranks, scalings, self.device)
+            routing = make_routing(groups, rows, lora_ranks, scalings, self.device, places=self.places)
         self.batch_info = Batch(routing, use_cuda_graph)
 
     # The operator

@@ -21,6 +21,7 @@ from vlora_sgl.errors import AdapterError, ConfigError, UnknownAdapterError
 from vlora_sgl.kernels.merge import FoldTarget, MergeTable
 from vlora_sgl.lora.adapter import load_adapter, pin_adapter
 from vlora_sgl.lora.layers import wrap_layer
+from vlora_sgl.lora.pool import SizedPool, fits
 from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 from vlora_sgl.server_args import VLoraArgs
 
@@ -54,12 +55,13 @@ class VLoraManager(_sgl.LoRAManager):
         self._groups: dict[str, frozenset[str]] = {}
         self.incoming: dict[str, Any] = {}
         self._forward_stream: Any = None
+        vlora = VLoraArgs.from_environment()
+        self.slot_ranks = vlora.lora_slot_ranks
         super().__init__(*args, **kwargs)
         if self.max_loras_per_batch < 2:
             raise ConfigError(
                 f"--max-loras-per-batch={self.max_loras_per_batch} leaves no slot for an adapter: one is the base's"
             )
-        vlora = VLoraArgs.from_environment()
         # Forcing "unmerged" for debugging, or the baseline policy: then the pristine copy would be memory for nothing.
         if vlora.mode != InferenceMode.UNMERGED and vlora.policy != InferenceMode.UNMERGED:
             self._init_switcher(vlora.merge_copy)
@@ -68,6 +70,59 @@ class VLoraManager(_sgl.LoRAManager):
     def folded(self) -> AdapterId:
         """The adapter folded into the weights now, ``None`` while they are pristine."""
         return None if self.switcher is None else self.switcher.folded
+
+    # The pool
+
+    def init_memory_pool(self) -> None:
+        """SGLang's pool, or one with slots of the ranks that ``--lora-slot-ranks`` names.
+
+        Raises:
+            ConfigError: such slots do not go with another setting.
+        """
+        if not self.slot_ranks:
+            super().init_memory_pool()
+            return
+        asked = (self.max_loras_per_batch, self.max_lora_rank)
+        if asked != (len(self.slot_ranks) + 1, max(self.slot_ranks)):
+            raise ConfigError(
+                f"--lora-slot-ranks {' '.join(map(str, self.slot_ranks))} means --max-loras-per-batch "
+                f"{len(self.slot_ranks) + 1} and --max-lora-rank {max(self.slot_ranks)}, got {asked[0]} and {asked[1]}"
+            )
+        if not self._routed:
+            raise ConfigError(f"--lora-slot-ranks needs --lora-backend {ROUTED_BACKEND}")
+        # SGLang would load on a side stream while a step reads the slots; and clear what lies past an adapter's rank.
+        if self.enable_lora_overlap_loading or _sgl.dense_lora_b:
+            raise ConfigError(
+                "--lora-slot-ranks goes neither with --enable-lora-overlap-loading nor with "
+                "SGLANG_EXPERIMENTAL_LORA_OPTI"
+            )
+        self.memory_pool = SizedPool(
+            self.slot_ranks,
+            base_hf_config=self.base_hf_config,
+            max_loras_per_batch=self.max_loras_per_batch,
+            dtype=self.dtype,
+            tp_size=self.tp_size,
+            tp_rank=self.tp_rank,
+            attn_tp_size=self.attn_tp_size,
+            target_modules=self.target_modules,
+            base_model=self.base_model,
+            eviction_policy=self.eviction_policy,
+            lora_added_tokens_size=self.lora_added_tokens_size,
+            experts_shared_outer_loras=self.experts_shared_outer_loras,
+            strict_loading=self.lora_strict_loading,
+        )
+        self.lora_backend.places = self.memory_pool.places
+        self.fetch_new_loras({None})
+
+    def pool_state(self) -> dict[str, Any]:
+        """What the device slots are: the rank of each, and the bytes of all on this rank."""
+        pool = self.memory_pool
+        sized = isinstance(pool, SizedPool)
+        tensors = [t for buffers in (pool.A_buffer, pool.B_buffer) for layers in buffers.values() for t in layers]
+        return {
+            "ranks": list(pool.capacities) if sized else [pool.max_lora_rank] * pool.max_loras_per_batch,
+            "bytes": sum(t.untyped_storage().nbytes() for t in tensors),
+        }
 
     # What can fold
 
@@ -198,7 +253,12 @@ class VLoraManager(_sgl.LoRAManager):
         The folded adapter counts only if it is among them: one that is not can be unmerged, and must not keep
         waiting requests out for ever.
         """
-        return bool(super().validate_lora_batch({*lora_ids, None}))
+        if not super().validate_lora_batch({*lora_ids, None}):
+            return False
+        if not self.slot_ranks:
+            return True
+        pinned = {uid for uid, ref in self.lora_refs.items() if ref.pinned}
+        return fits((self.loras[uid].config.r for uid in {*lora_ids, *pinned} - {None}), self.slot_ranks)
 
     def fetch_new_loras(self, new_loras: set[AdapterId], running_loras: set[AdapterId] | None = None) -> None:
         """Load adapters into slots; the base model and the adapter to be folded are always among them.
@@ -249,7 +309,8 @@ class VLoraManager(_sgl.LoRAManager):
         elif self.switcher.folded != merged:
             lora = self.loras[merged]
             groups = self._groups_of_adapter(merged)
-            self.switcher.fold(FoldOperand(merged, self._slot(merged), lora.config.r, float(lora.scaling), groups))
+            place = self.lora_backend.places[self._slot(merged)] if self._routed else self._slot(merged)
+            self.switcher.fold(FoldOperand(merged, place, lora.config.r, float(lora.scaling), groups))
         return merged
 
     def _slot(self, adapter: AdapterId) -> int:
@@ -336,10 +397,13 @@ class VLoraManager(_sgl.LoRAManager):
                 f"{', '.join(sorted(pool.target_modules))} (--lora-target-modules)"
             )
         if lora_ref.pinned:
-            self.check_pins()
+            self.check_pins(lora_config.r)
 
-    def check_pins(self) -> None:
+    def check_pins(self, rank: int) -> None:
         """Whether one more adapter may be pinned: the base model keeps a slot, and one must stay for everybody else.
+
+        Args:
+            rank: of the adapter.
 
         Raises:
             AdapterError: it may not.
@@ -349,6 +413,12 @@ class VLoraManager(_sgl.LoRAManager):
             raise AdapterError(
                 f"{self.num_pinned_loras} adapters are pinned; --max-loras-per-batch={self.max_loras_per_batch} "
                 f"allows {limit}, so that a slot stays for the others"
+            )
+        pins = [self.loras[uid].config.r for uid, ref in self.lora_refs.items() if ref.pinned]
+        if self.slot_ranks and not fits([*pins, rank, max(self.slot_ranks)], self.slot_ranks):
+            raise AdapterError(
+                f"with rank {rank} pinned beside {pins}, no slot of rank {max(self.slot_ranks)} stays for the others "
+                "(--lora-slot-ranks)"
             )
 
     def adapter_state(self) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ planners of all tensor-parallel ranks hold the same state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, ServiceClass
@@ -52,6 +52,7 @@ class Planner:
         can_park: whether running requests can be left out of an iteration.
         can_fold: whether this engine can fold an adapter into its weights.
         window: waiting requests shown to the policy (``visible``).
+        fits: ``QueueState.fits``.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class Planner:
         can_park: bool = False,
         can_fold: bool = True,
         window: int = 256,
+        fits: Callable[[set[AdapterId]], bool] | None = None,
     ) -> None:
         self.policy = policy
         self.max_batch, self.max_adapters, self.window = max_batch, max_adapters, window
-        self.can_park, self.can_fold = can_park, can_fold
+        self.can_park, self.can_fold, self.fits = can_park, can_fold, fits
         self.clock = 0.0
         self.folded: AdapterId = None
         self.memory: Memory = {}
@@ -117,6 +119,7 @@ class Planner:
             can_fold=self.can_fold,
             chunked=None if chunked is None else chunked.rid,
             memory=self.memory,
+            fits=self.fits,
         )
         self._plan = self.policy.plan(queues)
         self._order = {rid: i for i, rid in enumerate(self._plan.requests)}

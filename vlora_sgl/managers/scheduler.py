@@ -86,6 +86,7 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
             max_batch=self.max_running_requests,
             max_adapters=max(1, self.lora_manager.max_loras_per_batch - 1),
             can_fold=self.lora_manager.switcher is not None,
+            fits=self.lora_manager.validate_lora_batch if self.lora_manager.slot_ranks else None,
         )
 
     def _make_policy(self, costs: CostTable) -> Policy:
@@ -202,6 +203,7 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
             "encoder": {**self.encoder_cache.state(), **(graphs.state() if graphs is not None else {})},
             "heads": self.head_totals,
             "adapters": self.lora_manager.adapter_state() if self.lora_manager is not None else {},
+            "pool": self.lora_manager.pool_state() if self.lora_manager is not None else None,
         }
 
 

@@ -23,6 +23,7 @@ from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Pairs
 from vlora_sgl.kernels.atmm.routing import is_dense
 from vlora_sgl.lora.access import allowed_directory
 from vlora_sgl.lora.described import DescribedAdapter, DescribedLoRAManager
+from vlora_sgl.lora.pool import fits
 from vlora_sgl.mixes.regroup import Routed, add_gates, device_tiles, host_groups, others, put
 from vlora_sgl.mixes.spec import MODALITIES, MixSpec, is_mix, read_mix
 from vlora_sgl.mixes.tables import MixRows, MixTables
@@ -116,6 +117,9 @@ class MixingLoRAManager(DescribedLoRAManager):
                 f"{len(members)} members and the base model need {len(members) + 1} slots at once; "
                 f"--max-loras-per-batch is {self.max_loras_per_batch}"
             )
+        ranks = [self.loras[uid].config.r for uid in members]
+        if self.slot_ranks and not fits(ranks, self.slot_ranks):
+            raise AdapterError(f"members of ranks {ranks} do not fit slots of ranks {self.slot_ranks} at once")
         description = read_description(directory)
         heads = load_heads(directory, config.hidden_size, self.device, description)
         index = self.mix_tables.put(spec)

@@ -80,11 +80,11 @@ def device_tiles(routing: Routing, parts: Sequence[Routed], others: Sequence[Gro
     gates: list[torch.Tensor] = []
     tuples: list[tuple[int, ...]] = []
     for part in parts:
-        key, gate, named = _tuples_of(part, routing.ranks, routing.scalings)
+        key, gate, named = _tuples_of(part, routing)
         keys.append(key + len(tuples))
         gates.append(gate)
         tuples += named
-    host_rows, host_slots, host_gates = grouped_tables(others, routing.ranks, routing.scalings, BLOCK)
+    host_rows, host_slots, host_gates = grouped_tables(others, routing.ranks, routing.scalings, routing.places, BLOCK)
     width = max(host_slots.shape[1], *(len(named) for named in tuples))
     words = np.zeros((len(tuples), width), dtype=np.int32)
     for u, one in enumerate(tuples):
@@ -103,11 +103,9 @@ def device_tiles(routing: Routing, parts: Sequence[Routed], others: Sequence[Gro
     )
 
 
-def _tuples_of(
-    part: Routed, ranks: Sequence[int], scalings: Sequence[float]
-) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, ...]]]:
+def _tuples_of(part: Routed, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, ...]]]:
     """(tuple of every row [n], gate of every slot of its tuple [n, P], the slot words of each tuple)."""
-    members, device = len(part.slots), part.weights.device
+    members, device, scalings = len(part.slots), part.weights.device, routing.scalings
     chosen: list[tuple[int, ...]] = [(), *((k,) for k in range(members))]
     if part.top_k > 1:
         chosen = list(combinations(range(members), 2))
@@ -129,7 +127,7 @@ def _tuples_of(
     extra = [torch.full((len(key), 1), weight * scalings[slot], device=device) for slot, weight in part.always]
 
     def words(slots: Sequence[int]) -> tuple[int, ...]:
-        return tuple(slot_word(slot, ranks[slot]) for slot in slots)
+        return tuple(slot_word(routing.places[slot], routing.ranks[slot]) for slot in slots)
 
     always = words([slot for slot, _ in part.always])
     tuples = [always + words([part.slots[k] for k in named]) for named in chosen]

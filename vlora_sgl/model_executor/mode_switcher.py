@@ -26,7 +26,7 @@ class FoldOperand:
 
     Attributes:
         adapter: its identity.
-        slot: its slot in the pools.
+        slot: its index in the pools.
         rank: rank r of its A and B in the slot.
         scaling: its s.
         groups: the groups of fold targets it has weights for; the others stay pristine.

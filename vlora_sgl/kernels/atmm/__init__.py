@@ -49,9 +49,9 @@ def _tiles(
 ) -> tuple[Tile, Tile]:
     """The tiles of both launches of a call."""
     found = table or table_for(b.device.index)
-    slots, n, r = b.shape
+    _, n, r = b.shape
     pairs = 1 if routing.tile_slots is None else routing.tile_slots.shape[1]
-    keys = _keys(first, second, n, k, r, routing.rows, slots, parts=parts, pairs=pairs, dtype=b.dtype)
+    keys = _keys(first, second, n, k, r, routing.rows, routing.slots, parts=parts, pairs=pairs, dtype=b.dtype)
     return found.lookup(keys[0]), found.lookup(keys[1])
 
 
@@ -70,7 +70,8 @@ def atmm(
         y: [M, >= N] output rows of the base layer. Changed in place.
         x: [M, K] input rows, of y's dtype (float16, bfloat16 or float32).
         a: [S, C * R, K] A of every pool slot; a slot of rank r keeps its C parts in the first C * r rows.
-        b: [S, N, R] B of every pool slot; a slot of rank r keeps it in the first r columns.
+        b: [S, N, R] B of every pool slot; a slot of rank r keeps it in the first r columns. Slots of unequal sizes are
+            views that overlap (``lora.pool``); ``routing.places`` then says where in S a slot begins.
         routing: which slots apply to which rows, and the slots' ranks and scalings.
         offsets: C + 1 bounds of the stacked projections' columns, from 0 to N.
         table: tiles to use instead of the device's own table.

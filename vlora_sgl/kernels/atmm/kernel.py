@@ -74,7 +74,7 @@ def _pick(words, i, LENGTH: tl.constexpr):
 
 @triton.jit
 def _load_b(b_ptrs, b_slot, word, col_live, k, R: tl.constexpr, CUT: tl.constexpr):
-    """B of the slot in ``word`` (slot | rank << 16): [BN, RP], zero past its rank, all zero for no slot.
+    """B of the slot in ``word`` (place | rank << 16): [BN, RP], zero past its rank, all zero for no slot.
 
     Whole groups of 8 keep the loads wide. With CUT the exact rank is cut in registers, which a rank that is no
     multiple of 8 needs and which keeps the loads from being asynchronous.
@@ -125,7 +125,7 @@ def dense_shrink_kernel(
             gdc_wait()  # every program must reach it
         return
     word = tl.load(active + 2 + index)
-    slot = word & 0xFFFF
+    place = word & 0xFFFF
     rank = word >> 16
     rows = tl.arange(0, BM)
     row_live = rows < m
@@ -140,7 +140,7 @@ def dense_shrink_kernel(
     last = tl.minimum(first + SPAN, STEPS)
     if BN <= RP and n0 % RP >= rank:
         last = first  # only padding here: no bytes to read
-    a_ptrs = a + slot.to(tl.int64) * a_slot + ((cols // RP) * rank + within).to(tl.int64) * K
+    a_ptrs = a + place.to(tl.int64) * a_slot + ((cols // RP) * rank + within).to(tl.int64) * K
     if PDL:
         # The weights do not depend on the launch before: fetch the first steps' while it finishes.
         LINES: tl.constexpr = max(1, min(SPAN, 2) * BK // 64)
@@ -172,6 +172,7 @@ def dense_shrink_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for s in tl.static_range(SPLIT):
             acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
+    slot = tl.load(active + 2 + SLOTS + index)
     gate = tl.load(gates + rows * SLOTS + slot, mask=row_live, other=0.0)
     low = tl.where((gate != 0.0)[:, None], acc * gate[:, None], 0.0)
     ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * H) + (index * H + cols)[None, :]
@@ -399,7 +400,7 @@ def grouped_shrink_kernel(
     cols = n_tile * BN + tl.arange(0, BN)
     pair = cols // H
     words = tl.load(tile_slots + t * PAIRS + pair, mask=pair < PAIRS, other=0)
-    slots = words & 0xFFFF
+    places = words & 0xFFFF
     ranks = words >> 16
     if tl.max(ranks, 0) == 0:
         return
@@ -415,7 +416,7 @@ def grouped_shrink_kernel(
     if tl.max(col_live.to(tl.int32), 0) == 0:
         last = first  # only padding here: no bytes to read
     x_ptrs = x + rows * stride_x
-    a_ptrs = a + slots.to(tl.int64) * a_slot + ((cols % H // RP) * ranks + within).to(tl.int64) * K
+    a_ptrs = a + places.to(tl.int64) * a_slot + ((cols % H // RP) * ranks + within).to(tl.int64) * K
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)

@@ -66,15 +66,16 @@ def check(
     Raises:
         ValueError: says what was expected and what came.
     """
-    parts, (slots, n, r) = len(offsets) - 1, b.shape
+    parts, (places, n, r) = len(offsets) - 1, b.shape
     if not 1 <= parts <= MAX_PARTS:
         raise ValueError(f"1 to {MAX_PARTS} stacked projections are supported, got {parts}")
     if x.shape != (routing.rows, a.shape[2]):
         raise ValueError(
             f"x must be [{routing.rows}, {a.shape[2]}] (rows of the routing, K of a), got {tuple(x.shape)}"
         )
-    if a.shape[:2] != (slots, parts * r) or slots != routing.slots:
-        raise ValueError(f"a must be [{routing.slots}, {parts} * {r}, K], got {tuple(a.shape)}, b {tuple(b.shape)}")
+    if a.shape[:2] != (places, parts * r) or max(routing.places, default=0) >= places:
+        wanted = max(routing.places, default=0) + 1
+        raise ValueError(f"a must be [>= {wanted}, {parts} * {r}, K], got {tuple(a.shape)}, b {tuple(b.shape)}")
     if offsets[0] != 0 or offsets[-1] != n or list(offsets) != sorted(offsets):
         raise ValueError(f"offsets must rise from 0 to {n}, got {tuple(offsets)}")
     if y.shape[0] != routing.rows or y.shape[1] < n:
@@ -104,7 +105,7 @@ def dense(
         expand: tile of the second launch: of the base GEMM and the expand, or of the expand alone.
     """
     assert routing.gates is not None and routing.active is not None
-    (slots, _, r), parts, k = b.shape, len(offsets) - 1, x.shape[1]
+    slots, r, parts, k = routing.slots, b.shape[2], len(offsets) - 1, x.shape[1]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
     m, pdl = routing.rows, _has_pdl(x.device)
     block_m = triton.next_power_of_2(max(m, 16))

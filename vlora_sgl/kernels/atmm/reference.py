@@ -52,9 +52,9 @@ def atmm_torch(
         rows = slice(None) if whole else torch.from_numpy(numbers).to(y.device, torch.int64)
         picked = x[rows]
         for slot, weight in pairs:
-            r = ranks[slot]
-            low = picked @ a[slot, : r * (len(offsets) - 1)].T * (weight * routing.scalings[slot])
+            r, place = ranks[slot], routing.places[slot]
+            low = picked @ a[place, : r * (len(offsets) - 1)].T * (weight * routing.scalings[slot])
             for c in range(len(offsets) - 1):
-                delta = low[:, c * r : (c + 1) * r] @ b[slot, offsets[c] : offsets[c + 1], :r].T
+                delta = low[:, c * r : (c + 1) * r] @ b[place, offsets[c] : offsets[c + 1], :r].T
                 y[rows, offsets[c] : offsets[c + 1]] += delta
     return y

@@ -32,10 +32,11 @@ class Routing:
         slots: number of pool slots S.
         groups: the host's view; the CPU path works from it.
         ranks: rank of the adapter in each slot, 0 if empty (the CPU path; kernels read it from slot words).
+        places: index of each slot in the pool tensors, its own number where all slots have one size.
         scalings: LoRA scaling of each slot (the CPU path).
         gates: [M, S] float32, weight x scaling, 0 where a slot does not apply (dense kernels).
-        active: [2 + S] int32: the number of slots in use, whether any of their ranks is no multiple of 8, then a word
-            for each (see ``slot_word``) (dense kernels).
+        active: [2 + 2 S] int32: the number of slots in use, whether any of their ranks is no multiple of 8, a word for
+            each (see ``slot_word``), and from 2 + S on its column of ``gates`` (dense kernels).
         tile_rows: [T, BM] int32, the rows of each tile, -1 past its end (grouped kernels).
         tile_slots: [T, P] int32, the slot words of each tile, 0 past its last (grouped kernels).
         tile_gates: [T, P, BM] float32, weight x scaling per row (grouped kernels).
@@ -47,6 +48,7 @@ class Routing:
     slots: int
     groups: list[Group]
     ranks: Sequence[int] = ()
+    places: Sequence[int] = ()
     scalings: Sequence[float] = ()
     gates: torch.Tensor | None = None
     active: torch.Tensor | None = None
@@ -67,9 +69,9 @@ def is_dense(rows: int, slots: int) -> bool:
     return rows <= DENSE_MAX_ROWS and slots <= DENSE_MAX_SLOTS
 
 
-def slot_word(slot: int, rank: int) -> int:
-    """A slot in use and its adapter's rank in one int32; never 0."""
-    return slot | rank << 16
+def slot_word(place: int, rank: int) -> int:
+    """Where a slot in use begins and its adapter's rank in one int32; never 0."""
+    return place | rank << 16
 
 
 def check_slot(slot: int, ranks: Sequence[int]) -> None:
@@ -100,16 +102,18 @@ def check_groups(groups: Sequence[Group], rows: int, ranks: Sequence[int]) -> No
         raise ValueError(f"every row belongs to one group; row {bad} of {rows} belongs to {int(covered[bad])}")
 
 
-def active_table(used: Collection[int], ranks: Sequence[int]) -> list[int]:
+def active_table(used: Collection[int], ranks: Sequence[int], places: Sequence[int]) -> list[int]:
     """``Routing.active`` for the slots in use, without the zeros past them."""
-    words = [slot_word(slot, ranks[slot]) for slot in sorted(used)]
-    return [len(words), int(any(ranks[slot] % 8 for slot in used)), *words]
+    columns = sorted(used)
+    words = [slot_word(places[slot], ranks[slot]) for slot in columns]
+    rest = [0] * (len(ranks) - len(words))
+    return [len(words), int(any(ranks[slot] % 8 for slot in used)), *words, *rest, *columns]
 
 
 def dense_tables(
-    groups: Sequence[Group], rows: int, ranks: Sequence[int], scalings: Sequence[float]
+    groups: Sequence[Group], rows: int, ranks: Sequence[int], scalings: Sequence[float], places: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(gates [rows, S] float32, active [2 + S] int32) of these groups. A slot named twice for a row adds up."""
+    """(gates [rows, S] float32, active [2 + 2 S] int32) of these groups. A slot named twice for a row adds up."""
     gates = np.zeros((rows, len(scalings)), dtype=np.float32)
     used = set()
     for numbers, pairs in groups:
@@ -117,13 +121,14 @@ def dense_tables(
             gates[numbers, slot] += weight * scalings[slot]
             if len(numbers):
                 used.add(slot)
-    active = np.zeros(2 + len(scalings), dtype=np.int32)
-    active[: 2 + len(used)] = active_table(used, ranks)
+    active = np.zeros(2 + 2 * len(scalings), dtype=np.int32)
+    table = active_table(used, ranks, places)
+    active[: len(table)] = table
     return gates, active
 
 
 def grouped_tables(
-    groups: Sequence[Group], ranks: Sequence[int], scalings: Sequence[float], block: int
+    groups: Sequence[Group], ranks: Sequence[int], scalings: Sequence[float], places: Sequence[int], block: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tile_rows [T, block], tile_slots [T, P], tile_gates [T, P, block]): groups cut into tiles."""
     width = max([1, *(len(pairs) for numbers, pairs in groups if len(numbers))])
@@ -136,7 +141,7 @@ def grouped_tables(
         count = -(-len(numbers) // block)
         tile_rows[at : at + count].reshape(-1)[: len(numbers)] = numbers
         for j, (slot, weight) in enumerate(pairs):
-            tile_slots[at : at + count, j] = slot_word(slot, ranks[slot])
+            tile_slots[at : at + count, j] = slot_word(places[slot], ranks[slot])
             tile_gates[at : at + count, j] = weight * scalings[slot]
         at += count
     return tile_rows, tile_slots, tile_gates
@@ -149,6 +154,7 @@ def make_routing(
     scalings: Sequence[float],
     device: torch.device | str,
     *,
+    places: Sequence[int] | None = None,
     block: int | None = None,
     dense: bool | None = None,
 ) -> Routing:
@@ -160,6 +166,7 @@ def make_routing(
         ranks: rank of the adapter in each slot, 0 if empty.
         scalings: LoRA scaling of each slot.
         device: where the tables go.
+        places: index of each slot in the pool tensors, where that is not its number.
         block: rows per tile of the grouped kernels; by default what the groups' mean size asks for.
         dense: build the dense tables, or the grouped ones; by default what the rows and slots ask for.
 
@@ -168,18 +175,19 @@ def make_routing(
     """
     check_groups(groups, rows, ranks)
     device = torch.device(device)
+    places = tuple(range(len(ranks)) if places is None else places)
 
     def put(array: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(array)
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
-    routing = Routing(rows, len(ranks), list(groups), tuple(ranks), tuple(scalings))
+    routing = Routing(rows, len(ranks), list(groups), tuple(ranks), places, tuple(scalings))
     if is_dense(rows, len(ranks)) if dense is None else dense:
-        gates, active = dense_tables(groups, rows, ranks, scalings)
+        gates, active = dense_tables(groups, rows, ranks, scalings, places)
         routing.gates, routing.active = put(gates), put(active)
     else:
         block = block or TILE_ROWS[rows >= 32 * len(groups)]
-        tile_rows, tile_slots, tile_gates = grouped_tables(groups, ranks, scalings, block)
+        tile_rows, tile_slots, tile_gates = grouped_tables(groups, ranks, scalings, places, block)
         routing.tile_rows, routing.tile_slots, routing.tile_gates = put(tile_rows), put(tile_slots), put(tile_gates)
         routing.n_tiles = put(np.asarray([len(tile_rows)], dtype=np.int32))
     routing.touched = sum(len(rows) for rows, pairs in groups if pairs)

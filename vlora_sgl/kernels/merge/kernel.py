@@ -47,7 +47,7 @@ class FoldTarget:
 
     def __post_init__(self) -> None:
         n, k = self.weight.shape
-        if max(n * k, self.lora_b[0].numel()) >= 2**31:
+        if n * max(k, self.lora_b.stride(1)) >= 2**31:
             raise ValueError(f"{self.name}: {n} x {k} has too many elements for 32-bit offsets")
         if self.pristine.shape != (n, k) or self.lora_a.shape[2] != k or self.lora_b.shape[1] != n:
             raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
@@ -71,6 +71,7 @@ class QueueState:
         can_fold: whether an adapter can be folded at all.
         chunked: id of the request in the middle of a chunked prefill; it must be in the plan.
         memory: what ``Policy.remember`` returned last.
+        fits: whether adapters hold slots at the same time, where that depends on more than their number.
     """
 
     clock: float
@@ -83,6 +84,12 @@ class QueueState:
     can_fold: bool = True
     chunked: str | None = None
     memory: Memory = field(default_factory=dict)
+    fits: Callable[[set[AdapterId]], bool] | None = None
+
+    def room(self, adapters: Iterable[AdapterId]) -> bool:
+        """Whether one iteration may use these adapters (the base model does not count)."""
+        named = set(adapters) - {None}
+        return len(named) <= self.max_adapters and (self.fits is None or self.fits(named))
 
 
 R = TypeVar("R", bound=RequestState)
@@ -227,7 +234,7 @@ def assemble(
     chosen = [r for r in (*state.running, *state.waiting) if r.rid in must]
     taken = {r.rid for r in chosen}
     only = folded
-    if not state.can_fold or len(adapters_in((r.adapter for r in chosen), folded)) > state.max_adapters:
+    if not state.can_fold or not state.room(adapters_in((r.adapter for r in chosen), folded)):
         folded = None
     adapters = set(adapters_in((r.adapter for r in chosen), folded))
     running = {r.rid for r in state.running}
@@ -239,7 +246,7 @@ def assemble(
         if admitted and free <= 0:
             continue
         if request.adapter is not None and request.adapter not in adapters:
-            if len(adapters) >= state.max_adapters:
+            if not state.room({*adapters, request.adapter}):
                 continue
             adapters.add(request.adapter)
         free -= admitted
@@ -263,6 +270,6 @@ def check_plan(state: QueueState, plan: BatchPlan) -> None:
         assert {r.rid for r in state.running} <= set(plan.requests), "a running request is left out"
     assert state.chunked is None or state.chunked in plan.requests, "a chunked prefill is left out"
     need = adapters_in((r.adapter for r in rows), plan.merged_adapter)
-    assert len(need) <= state.max_adapters, "more adapters than slots"
+    assert state.room(need), "more adapters than slots"
     assert state.can_fold or plan.merged_adapter is None, "nothing can be folded"
     assert plan.mode is mode_of((r.adapter for r in rows), plan.merged_adapter), "the mode contradicts the rows"

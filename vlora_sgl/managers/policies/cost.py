@@ -91,7 +91,7 @@ class CostPolicy(Policy):
             )
             if gain - price > best_gain:
                 best, best_gain = adapter, gain - price
-        if best not in decode and len({*decode, best} - {None}) > state.max_adapters:
+        if best not in decode and not state.room({*decode, best}):
             return None  # nobody in sight asks for it, and its slot is needed
         return best
 
@@ -158,7 +158,7 @@ class CostPolicy(Policy):
         order = [*first, *rest]
         used = set(running) - {None}
         held = used | ({folded} - {None})
-        if len(held) >= state.max_adapters and any(r.adapter not in {None, *held} for r in first):
+        if any(r.adapter not in {None, *held} and not state.room({*held, r.adapter}) for r in first):
             # Adapters leave their slots only as their rows finish: admit nobody whose adapter is to leave.
             hot, _ = largest_group((*state.running, *state.waiting), folded)
             leaving = used - {hot} or used
