@@ -41,6 +41,21 @@ def decide(name: str, state: QueueState) -> BatchPlan:
     return plan
 
 
+@pytest.mark.parametrize(("hot", "stays"), [("small", True), ("large", False)])
+def test_cost_empties_the_slot_that_a_starving_adapter_needs(hot: str, stays: bool) -> None:
+    """Slots of unequal ranks: one holds "large" or "big", any holds "small" or "tiny"."""
+
+    def fits(adapters: set[str | None]) -> bool:
+        return len(adapters & {"large", "big"}) <= 1
+
+    rows = queue((hot, 5), ("large" if hot == "small" else "tiny", 1))
+    late = [waiting("big", 10), waiting(hot, 11, arrived=3.0, progress=3.0)]
+    state = QueueState(3.0, late, rows, max_batch=16, max_adapters=2, fits=fits)
+    plan = decide("cost", state)
+    assert "r10" not in plan.requests, "its slot is taken"
+    assert ("r11" in plan.requests) is stays, "who holds the slot must be let run out"
+
+
 def test_algorithm_1_merges_for_a_group_over_half_of_the_batch() -> None:
     state = QueueState(0.0, [], queue(("m", 5), ("x", 3)), max_batch=8, can_park=True)
     plan = decide("vlora", state)

@@ -158,10 +158,13 @@ class CostPolicy(Policy):
         order = [*first, *rest]
         used = set(running) - {None}
         held = used | ({folded} - {None})
-        if any(r.adapter not in {None, *held} and not state.room({*held, r.adapter}) for r in first):
-            # Adapters leave their slots only as their rows finish: admit nobody whose adapter is to leave.
+        kept_out = {r.adapter for r in first if r.adapter not in held and not state.room({*held, r.adapter})}
+        if kept_out:
+            # Adapters leave their slots only as their rows finish: admit nobody whose adapter is to leave. The hottest
+            # may stay, unless it holds the very slot that is needed.
             hot, _ = largest_group((*state.running, *state.waiting), folded)
-            leaving = used - {hot} or used
+            stays = {hot} if all(state.room({hot, adapter}) for adapter in kept_out) else set()
+            leaving = used - stays or used
             order = [r for r in order if r.adapter not in leaving]
 
         at_risk = any(r.deadline is not None and self.credit(r, state) > self.limits.theta for r in state.running)
