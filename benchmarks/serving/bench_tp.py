@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a few hundred thousand parameters instead of 7B")
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--switches", action="store_true", help="only the time of a switch, not of steps")
     parser.add_argument("--summary", type=Path, required=True)
     args = parser.parse_args()
     load = Load(4, 16, 8) if args.tiny else Load(32, 128, 48)
@@ -38,6 +39,7 @@ def main() -> None:
         Case("unmerged4", "ours", spread(names, load.rows)),
         Case("mixture", "ours", (*spread(names[:1], load.rows // 2), *spread(names, load.rows // 2)), "mixture"),
     ]
+    cases = [] if args.switches else cases
     times: dict[tuple[int, str, str], list[float]] = {}
     switches: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
@@ -71,7 +73,7 @@ def main() -> None:
     print(f"switch: TP 1 {one:.3f} ms, TP 2 {two:.3f} ms, ratio {ratio:.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
     if not args.tiny:
         record("scale.tp2_switch_over_tp1", ratio, "ratio", False, summary=args.summary)
-        for kind in ("decode", "prefill"):
+        for kind in () if args.switches else ("decode", "prefill"):
             merged = {ranks: statistics.median(times[ranks, "merged", kind]) for ranks in (1, 2)}
             record(f"scale.tp2_step_over_tp1.{kind}", merged[2] / merged[1], "ratio", False, summary=args.summary)
 
