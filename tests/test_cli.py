@@ -28,7 +28,8 @@ def test_inspect_prints_what_matched_and_the_cost(
     hidden, kv = TEXT["hidden_size"], TEXT["hidden_size"] // 2
     factors = 3 * 4 * ((hidden + hidden) + (kv + hidden))
     assert report["nbytes"] == 4 * factors
-    assert report["slot_bytes"] in (2 * factors, 4 * factors)  # by the dtype the configuration names
+    assert report["slot_rank"] == 16  # for an adapter of rank 4
+    assert report["slot_bytes"] in (4 * 2 * factors, 4 * 4 * factors)  # by the dtype the configuration names
     assert main(["adapters", "inspect", str(tmp_path)]) == 0
     assert "12, all matched" in capsys.readouterr().out
 

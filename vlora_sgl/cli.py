@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlora_sgl.errors import VLoraError
+from vlora_sgl.server_args import SLOT_UNIT
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def inspect_adapter(directory: Path, model: Path | None = None) -> dict[str, Any]:
-    """The load report of ``directory``, with its cost on ``model`` where one is given.
+    """The load report of ``directory``, with its cost on ``model`` where one is given: host and device memory, the
+    latter in the smallest slot that holds it (``--lora-slot-ranks``).
 
     Raises:
         AdapterError: it would be refused.
@@ -53,8 +55,9 @@ def inspect_adapter(directory: Path, model: Path | None = None) -> dict[str, Any
     answer = {**report.to_dict(), "checked_against": str(model) if model else None}
     if model and layout:
         width = _model_width(model)
+        answer["slot_rank"] = -(-report.max_rank // SLOT_UNIT) * SLOT_UNIT
         answer["slot_bytes"] = width * sum(
-            report.max_rank * (out + inner)
+            answer["slot_rank"] * (out + inner)
             for name, (out, inner) in layout.shapes.items()
             if name.rpartition(".")[2] in report.modules
         )
@@ -90,7 +93,8 @@ def _render(report: dict[str, Any]) -> str:
         "digest": report["digest"],
     }
     if "slot_bytes" in report:
-        rows["device slot"] = f"{report['slot_bytes'] / 2**20:.1f} MiB at rank {report['max_rank']}"
+        size = f"{report['slot_bytes'] / 2**20:.1f} MiB"
+        rows["device slot"] = f"{size} in one of rank {report['slot_rank']}, in proportion in a larger one"
     lines = [f"{label + ':':13}{value}" for label, value in rows.items()]
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
 
