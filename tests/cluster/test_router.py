@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,6 +270,19 @@ def test_lives_of_an_adapter_across_replicas() -> None:
         assert (await made.post("/unload_lora_adapter", {"lora_name": "a"}, ADMIN))[0] == 404
 
     play(story)
+
+
+def test_a_mixes_members_are_loaded_before_it(tmp_path: Path) -> None:
+    spec = {"format": 1, "router": "vocabulary", "members": ["a", "b"], "modalities": {"text": "a", "image": "b"}}
+    (tmp_path / "vlora_mix.json").write_text(json.dumps(spec))
+
+    async def story(made: FakeCluster) -> None:
+        status, body = await made.ask("both")
+        assert (status, body["has"]) == (200, ["a", "b", "both"])
+        (holder,) = (fake for fake in made.fakes if fake.adapters)
+        assert list(holder.adapters) == ["a", "b", "both"]
+
+    play(story, known={"both": str(tmp_path), "a": "/a", "b": "/b"})
 
 
 def test_a_replica_that_comes_back_is_told_what_has_changed() -> None:
