@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.replicas import ADMIN, FakeCluster, cluster
+from vlora_sgl.cluster.catalogue import members_of
 from vlora_sgl.cluster.links import Keys
 from vlora_sgl.cluster.placement import Affinity, RoundRobin
 from vlora_sgl.cluster.router import Settings
@@ -283,6 +284,12 @@ def test_a_mixes_members_are_loaded_before_it(tmp_path: Path) -> None:
         assert list(holder.adapters) == ["a", "b", "both"]
 
     play(story, known={"both": str(tmp_path), "a": "/a", "b": "/b"})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"router": "compositional", "adapters": {}}'])
+def test_a_broken_mix_is_the_replicas_to_refuse(tmp_path: Path, text: str) -> None:
+    (tmp_path / "vlora_mix.json").write_text(text)
+    assert members_of(str(tmp_path), "mix") == ()
 
 
 def test_a_replica_that_comes_back_is_told_what_has_changed() -> None:

@@ -104,13 +104,13 @@ class Catalogue:
 
 
 def members_of(path: str, name: str) -> tuple[str, ...]:
-    """Adapters that must be loaded before this one: a mix's members.
-
-    Raises:
-        AdapterError: it is a mix, and not a well-formed one.
-    """
+    """Adapters that must be loaded before this one: a mix's members. None of what is no well-formed mix: the replica
+    says what is wrong with it."""
     if not (Path(path) / "vlora_mix.json").is_file():
         return ()
     from vlora_sgl.mixes.spec import member_names  # imports torch, which the router needs for nothing else
 
-    return member_names(path, name)
+    try:
+        return member_names(path, name)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ()
