@@ -146,13 +146,18 @@ def run_case(
     check(atmm_linear(x, w, bias, a, b, route, offsets, table), exact, own)
 
 
-@pytest.mark.parametrize("sized", [False, True], ids=["equal-slots", "sized-slots"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the path of a plain CPU")
-def test_torch_path(shape, routing, dtype, sized):
-    run_case(shape, routing, dtype, True, None, sized)
+def test_torch_path(shape, routing, dtype):
+    run_case(shape, routing, dtype, True, None)
+
+
+@pytest.mark.parametrize("shape", ["qkv-unequal-odd-ranks", "ranks-of-whole-groups"])
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="the path of a plain CPU")
+def test_torch_path_on_slots_of_unequal_sizes(shape):
+    run_case(shape, "two-slots-a-row", torch.float32, True, None, sized=True)
 
 
 # The interpreter multiplies bfloat16 as integers, so kernels run there in float32 and float16.
