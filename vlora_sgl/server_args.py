@@ -105,7 +105,10 @@ class VLoraArgs:
     )
 
     vision_graphs: int = _flag(
-        16, "image sizes whose encoder is kept as a CUDA graph; 0 for none", type=int, metavar="SIZES"
+        0,
+        "image sizes whose encoder is kept as a CUDA graph, 0 for none; experimental, see docs/prefix_cache.md",
+        type=int,
+        metavar="SIZES",
     )
 
     def __post_init__(self) -> None:

@@ -75,9 +75,10 @@ def test_images_of_one_size_replay_the_encoders_graph(server: Server, reference:
 
     def replays() -> int:
         state = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]
-        return int(state["vlora"]["encoder"]["graph_replays"])
+        return int(state["vlora"]["encoder"].get("graph_replays", -1))
 
-    before = replays()
+    if (before := replays()) < 0:
+        pytest.skip("start the server with --vlora-vision-graphs 16")
     for seed in range(20, 28):
         for size in ((112, 112), (56, 224)):
             image = picture(seed).resize(size)

@@ -117,6 +117,7 @@ class _Graph:
         back = torch.argsort(window)
         unit = encoder.spatial_merge_unit
         self._x = x.to(device=encoder.device, dtype=encoder.dtype, copy=True)
+        self._constants = (window, back, calls)  # a graph holds addresses, not tensors
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             hidden = encoder.patch_embed(self._x)
