@@ -56,21 +56,21 @@ class Size:
     Attributes:
         max_batch: requests that a replica runs at once.
         workers: requests under way at a time, per replica.
+        prompt: mean prompt length, tokens.
         output: mean output length.
         warm: seconds before anything counts.
         seconds: seconds that count.
-        images: images per request.
     """
 
     max_batch: int
     workers: int
+    prompt: float
     output: float
     warm: float
     seconds: float
-    images: int
 
 
-FULL, TINY = Size(32, 48, 200.0, 5.0, 12.0, 1), Size(8, 12, 12.0, 3.0, 8.0, 0)
+FULL, TINY = Size(32, 48, 256.0, 200.0, 5.0, 12.0), Size(8, 12, 24.0, 12.0, 3.0, 8.0)
 
 
 class Cluster:
@@ -207,9 +207,9 @@ def bodies_of(
 ) -> list[dict[str, Any]]:
     """The first ``count`` requests of a trace, without their times."""
     load = replace(RETRIEVAL, arrivals="poisson", rate=100.0, adapters=adapters, skew=SKEW, seed=seed)
-    load = replace(load, output=size.output, images=size.images, prompt=256.0 if size.images else 24.0)
+    load = replace(load, prompt=size.prompt, output=size.output, images=0)
     arrivals = list(trace(load, 2 * count / load.rate))[:count]
-    return [{**speaker.body(arrival, size.images), "stream": stream} for arrival in arrivals]
+    return [{**speaker.body(arrival, 0), "stream": stream} for arrival in arrivals]
 
 
 def warm_up(cluster: Cluster, speaker: Speaker, adapters: int, size: Size) -> None:
@@ -230,7 +230,7 @@ def warm_up(cluster: Cluster, speaker: Speaker, adapters: int, size: Size) -> No
             change = {"server_args": {f"vlora_mode:{mode}": 1}}
             requests.post(f"{cluster.url}/set_internal_state", json=change, timeout=60).raise_for_status()
             list(pool.map(batches, urls))
-    # And what images and prefills of several requests need.
+    # And what prefills of several requests need.
     for url in urls:
         bodies = bodies_of(speaker, adapters, 2 * size.workers, size, 100, stream=False)
         asyncio.run(closed_loop(url, bodies, size.workers, None))
