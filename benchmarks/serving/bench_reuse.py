@@ -237,7 +237,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     ):
         for system, kind in dict.fromkeys((row["system"], row["kind"]) for row in chosen):
             line = [row for row in chosen if (row["system"], row["kind"]) == (system, kind)]
-            points = [(row[along], statistics.median(row[value])) for row in line]
+            points = sorted((row[along], statistics.median(row[value])) for row in line)
             style = "--" if system == "stock" else "-"
             axis.plot(*zip(*points, strict=True), style, marker="o", label=f"{system}, {kind}")
     left.set(xlabel="adapters on one image", ylabel="mean time to first token (s)", yscale="log", xscale="log")

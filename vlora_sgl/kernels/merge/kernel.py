@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -165,6 +166,12 @@ def _merge_kernel(
             rows += BLOCK_N
 
 
+@lru_cache
+def _shared_memory(device: int) -> int:
+    """Bytes of a multiprocessor that a program may have. Remembered: the driver takes 0.6 ms to answer."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
 class MergeTable:
     """The static table of all fold targets of one model shard, and the two operations over it.
 
@@ -290,8 +297,7 @@ class MergeTable:
         """The tile's stages, or as many as this card's shared memory holds beside a tile of A."""
         if self.device.type != "cuda":
             return self.tile.stages
-        properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
-        room = properties["max_shared_mem"] // self.dtype.itemsize
+        room = _shared_memory(torch.cuda.current_device()) // self.dtype.itemsize
         fit = (room - block_r * self.tile.columns) // (self.tile.rows * (self.tile.columns + block_r))
         return max(1, min(self.tile.stages, fit))
 
