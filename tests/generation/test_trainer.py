@@ -158,6 +158,22 @@ def test_a_head_that_starts_from_answers_is_right_where_decoding_is(
     assert not start_from_answers(alike, model, processor.tokenizer)
 
 
+@pytest.mark.parametrize(("trained", "kept"), [(0.95, False), (1.0, True)])
+def test_trained_head_weights_stay_only_where_better_by_more_than_chance(
+    processor: Any, model: Any, monkeypatch: pytest.MonkeyPatch, trained: float, kept: bool
+) -> None:
+    from vlora_sgl.generation import trainer
+    from vlora_sgl.models.tiny import scenes
+
+    accuracies = iter((trained, 0.9))  # of the trained head and of the LM head's rows, on 100 examples
+    monkeypatch.setattr(trainer, "head_accuracy", lambda *_: next(accuracies))
+    head = ClassifyHead("pattern", model.config.text_config.hidden_size, list(scenes.PATTERNS))
+    before = head.linear.weight.detach().clone()
+    found = trainer.keep_better_start(head, model, processor, [Example((), "q", "plain")] * 100)
+    assert found == {"trained": trained, "start": 0.9, "kept": kept}
+    assert torch.equal(head.linear.weight, before) is kept
+
+
 def test_what_a_head_cannot_answer_is_refused(tmp_path: Path) -> None:
     picture = (tmp_path / "a.png",)
     with pytest.raises(ConfigError, match="no label of head"):

@@ -358,8 +358,8 @@ def keep_better_start(
 ) -> dict[str, float | bool]:
     """Of a trained closed-set head and the one it started from, keep the better on ``validation``, in place.
 
-    The LM head's own rows are never worse than the decoded answer, and the trained weights mostly not; equals keep the
-    rows.
+    The LM head's own rows are never worse than the decoded answer, and the trained weights mostly not. So these stay
+    only where they are better by more than chance, twice the standard error of the difference.
 
     Returns:
         ``trained`` and ``start``: accuracies; ``kept``: whether the trained weights stay.
@@ -368,9 +368,11 @@ def keep_better_start(
     if not head_training.start_from_answers(start, model, processor.tokenizer):
         return {"kept": True}
     trained, rows = (head_accuracy(model, processor, h, validation) for h in (head, start))
-    if trained <= rows:
+    chance = 2 * ((trained * (1 - trained) + rows * (1 - rows)) / len(validation)) ** 0.5
+    kept = trained - rows > chance
+    if not kept:
         head.load_state_dict(start.state_dict())
-    return {"trained": trained, "start": rows, "kept": trained > rows}
+    return {"trained": trained, "start": rows, "kept": kept}
 
 
 @torch.no_grad()
