@@ -18,6 +18,7 @@ from vlora_sgl.generation.fusion import (
     least_interference,
     packing_bound,
     partition,
+    past_the_floors,
 )
 from vlora_sgl.generation.ledger import Ledger
 
@@ -46,6 +47,17 @@ def test_the_papers_figure_10():
     assert fuse_greedily(names, ledger) == [names[:3], names[3:]]
     assert ledger.broken(names[:4]) == ["license", "sign"]
     assert ledger.trainings == len(names) + 1  # one step was rolled back
+
+
+@pytest.mark.parametrize(("healed", "packing"), [(0.0, [("a",), ("b", "c")]), (0.3, [("b", "c", "a")])])
+def test_an_adapter_that_learns_past_the_floors_is_the_packing_if_it_holds_them_all(healed, packing):
+    """a is in the way of b; with what c gives, b may hold beside it all the same."""
+    three = world({("b", "a"): 0.2, ("b", "c"): -healed}, "abc")
+    ledger = Ledger(three, floors("abc"))
+    greedy = fuse_greedily("abc", ledger)
+    assert greedy == [("a",), ("b", "c")]
+    assert past_the_floors(greedy, ledger) == (packing, ["b", "c", "a"])
+    assert ledger.broken(("b", "c", "a")) == ([] if healed else ["b"])
 
 
 def test_a_data_set_that_cannot_hold_its_floor_alone_gets_an_adapter_that_learns_nothing_else():

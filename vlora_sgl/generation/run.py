@@ -18,6 +18,7 @@ from vlora_sgl.generation.fusion import (
     fuse_by_search,
     fuse_greedily,
     packing_bound,
+    past_the_floors,
 )
 from vlora_sgl.generation.learner import Learner
 from vlora_sgl.generation.ledger import Ledger, Names
@@ -50,9 +51,8 @@ def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
     for group in groups(specs, config.heads):
         packed = pack(group, ledger, config)
         if config.curve and len(group) > 1:
-            curves.append(order := _curve(packed, ledger))
-            if ledger.holds(tuple(order)):
-                packed = [tuple(order)]  # it does not hurt: one adapter will do
+            packed, order = past_the_floors(packed, ledger)
+            curves.append(order)
         packing += packed
         bound += packing_bound(group, ledger)
     measured = _measure(packing, specs, learner)
@@ -127,15 +127,6 @@ class _Told:
             what = {None: "probed", True: "holds", False: "rolled back"}[held]
             shown = ", ".join(f"{name} {accuracy[name]:.3f}/{self._floors[name]:.3f}" for name in names)
             tqdm.write(f"{what}: {' + '.join(names)} (accuracy/floor: {shown})")
-
-
-def _curve(packing: Packing, ledger: Ledger) -> list[str]:
-    """One adapter learns every data set of a packing whatever the floors say: where fusion starts to hurt."""
-    # The fullest adapter first: its states are there already.
-    order = tuple(name for sequence in sorted(packing, key=len, reverse=True) for name in sequence)
-    for end in range(1, len(order) + 1):
-        ledger.fuse(order[:end])
-    return list(order)
 
 
 def _measure(packing: Packing, specs: Sequence[DataSet], learner: Learner) -> list[dict[str, Any]]:
