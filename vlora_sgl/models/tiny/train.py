@@ -166,11 +166,18 @@ def pretrain(
 
 @torch.no_grad()
 def accuracy(
-    model: Any, processor: Any, device: torch.device, scenes: int, seed: int, batch: int = 500
+    model: Any,
+    processor: Any,
+    device: torch.device,
+    scenes: int,
+    seed: int,
+    batch: int = 500,
+    kinds: tuple[str, ...] = S.QUESTION_TYPES,
 ) -> dict[str, dict[str, float]]:
-    """Greedy exact match on unseen scenes per question type, with the image, blind, and by the commonest answer.
+    """Greedy exact match on unseen scenes for each of ``kinds`` of questions.
 
-    Every question is asked alone, in a fresh dialogue. ``blind`` removes the image from the prompt.
+    Every question is asked alone, in a fresh dialogue. ``accuracy`` is with the image, ``blind`` without it, and
+    ``chance`` that of the commonest answer.
     """
     encoder = batches.Encoder(processor.tokenizer)
     mean = torch.tensor(processor.image_processor.image_mean, device=device)
@@ -180,7 +187,7 @@ def accuracy(
     asked: list[tuple[int, str, str, str]] = []
     for i in range(scenes):
         per_type: dict[str, tuple[int, str, str, str]] = {}
-        for kind, question, answer in S.questions(drawn, i, rng):
+        for kind, question, answer in S.questions(drawn, i, rng, kinds):
             per_type.setdefault(kind, (i, kind, question, answer))
         asked += per_type.values()
     images = S.render(drawn, device, torch.Generator(device).manual_seed(seed))
@@ -203,7 +210,34 @@ def accuracy(
             wrong = (labels[:, 1:] != batches.IGNORE) & (model.lm_head(hidden[:, :-1]).argmax(-1) != labels[:, 1:])
             for (_, kind, _, _), bad in zip(part, wrong.any(1).tolist(), strict=True):
                 into.setdefault(kind, []).append(not bad)
-    frames, directions = S.motion(scenes, np.random.default_rng(seed + 1), test=True)
+    answers: dict[str, list[str]] = {}
+    if "motion" in kinds:
+        hits["motion"], answers["motion"] = _motion(model, encoder, device, mean, std, scenes, seed + 1, batch)
+    for _, kind, _, answer in asked:
+        answers.setdefault(kind, []).append(answer)
+    result = {}
+    for kind in S.QUESTION_TYPES:
+        if kind in hits:
+            common = max(answers[kind].count(a) for a in set(answers[kind])) / len(answers[kind])
+            row = {"accuracy": float(np.mean(hits[kind])), "chance": common, "questions": float(len(hits[kind]))}
+            if kind in blind:
+                row["blind"] = float(np.mean(blind[kind]))
+            result[kind] = {k: round(v, 4) for k, v in row.items()}
+    return result
+
+
+def _motion(
+    model: Any,
+    encoder: batches.Encoder,
+    device: torch.device,
+    mean: torch.Tensor,
+    std: torch.Tensor,
+    clips: int,
+    seed: int,
+    batch: int,
+) -> tuple[list[bool], list[str]]:
+    """Whether the direction of each of ``clips`` unseen clips is named, and the directions."""
+    frames, directions = S.motion(clips, np.random.default_rng(seed), test=True)
     pictures = torch.stack([S.render(f, device) for f in frames], 1).flatten(0, 1)
     ids, labels = encoder.pad_rows(
         [encoder.dialogue([(S.MOTION_QUESTION, d)], images=len(frames)) for d in directions]
@@ -219,19 +253,8 @@ def accuracy(
         .argmax(-1)
         .cpu()
     )
-    hits["motion"] = (~((labels[:, 1:] != batches.IGNORE) & (guess != labels[:, 1:])).any(1)).tolist()
-    answers: dict[str, list[str]] = {"motion": directions}
-    for _, kind, _, answer in asked:
-        answers.setdefault(kind, []).append(answer)
-    result = {}
-    for kind in S.QUESTION_TYPES:
-        if kind in hits:
-            common = max(answers[kind].count(a) for a in set(answers[kind])) / len(answers[kind])
-            row = {"accuracy": float(np.mean(hits[kind])), "chance": common, "questions": float(len(hits[kind]))}
-            if kind in blind:
-                row["blind"] = float(np.mean(blind[kind]))
-            result[kind] = {k: round(v, 4) for k, v in row.items()}
-    return result
+    hits = (~((labels[:, 1:] != batches.IGNORE) & (guess != labels[:, 1:])).any(1)).tolist()
+    return hits, directions
 
 
 def train_adapter(
