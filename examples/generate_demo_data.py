@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from digit_teacher import OWN_DIGITS
+from digit_teacher import OWN_DIGITS, digits
 from PIL import Image
 
 from vlora_sgl.generation.datasets import SPLITS, write_jsonl
@@ -22,6 +22,7 @@ from vlora_sgl.models.tiny import domains
 from vlora_sgl.models.tiny.build import IMAGE_SIDE
 
 TRAIN, VALIDATION, TEST = 500, 90, 200  # examples at most
+TEST_DIGITS = 300
 NATURE = ("person", "cat", "flower", "tissue", "eye")  # one half of the photographs; the other half is things
 
 
@@ -50,24 +51,22 @@ def write(directory: Path, splits) -> None:
 
 def write_digits(directory: Path) -> None:
     """``images/`` without labels, and ``test.jsonl`` with true ones, of digits new to the teacher."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
+    images, shown = (part[OWN_DIGITS:] for part in digits())
     pictures = [
         Image.fromarray((array * 15.9).astype(np.uint8)).convert("RGB").resize((IMAGE_SIDE, IMAGE_SIDE))
-        for array in data.images[OWN_DIGITS:]
+        for array in images
     ]
     (directory / "images").mkdir(parents=True, exist_ok=True)
-    count = len(pictures) - 2 * TEST
+    count = len(pictures) - TEST_DIGITS
     for i, picture in enumerate(pictures[:count]):
         picture.save(directory / "images" / f"{i:04d}.png")
     (directory / "test").mkdir(exist_ok=True)
     with (directory / "test.jsonl").open("w") as file:
         for i, picture in enumerate(pictures[count:]):
             picture.save(directory / "test" / f"{i:04d}.png")
-            answer = str(data.target[OWN_DIGITS + count + i])
+            answer = str(shown[count + i])
             file.write(json.dumps({"image": f"test/{i:04d}.png", "answer": answer}) + "\n")
-    print(f"{directory}: {count} images without labels, {2 * TEST} test")
+    print(f"{directory}: {count} images without labels, {TEST_DIGITS} test")
 
 
 if __name__ == "__main__":
