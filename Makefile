@@ -2,7 +2,7 @@
 UV := $(shell command -v uv 2>/dev/null || echo $(CURDIR)/.uv/bin/uv)
 PY := .venv/bin/python
 
-.PHONY: help setup demo generate-demo test lint check families soak clean
+.PHONY: help setup demo generate-demo test test-engines test-units lint check families soak clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -27,8 +27,16 @@ generate-demo: setup ## adapters for six small real data sets, packed under accu
 lint: setup ## ruff and mypy
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 
-test: setup lint ## everything that runs without a GPU
-	$(PY) -m pytest
+# Tests that start engines wait for them most of the time; lint and the other tests run beside them.
+ENGINES := tests/e2e tests/examples tests/lang tests/bake
+test: setup ## lint, and everything that runs without a GPU
+	@$(MAKE) --no-print-directory -j2 --output-sync=line test-engines test-units
+
+test-engines: setup
+	$(PY) -m pytest --durations=15 $(ENGINES)
+
+test-units: lint
+	OMP_NUM_THREADS=1 $(PY) -m pytest --durations=10 tests $(ENGINES:%=--ignore=%)
 
 families: setup ## tiny models of every family, each on a server of its own (minutes)
 	$(PY) -m pytest tests/e2e/test_families.py --slow
