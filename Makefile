@@ -2,7 +2,7 @@
 UV := $(shell command -v uv 2>/dev/null || echo $(CURDIR)/.uv/bin/uv)
 PY := .venv/bin/python
 
-.PHONY: help setup demo generate-demo test test-engines test-units lint check families soak clean
+.PHONY: help setup demo generate-demo test test-engines test-units lint check slow families soak clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -37,6 +37,9 @@ test-engines: setup
 
 test-units: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest --durations=10 tests $(ENGINES:%=--ignore=%)
+
+slow: setup ## the tests that start engines of their own, which test leaves out (minutes each)
+	$(PY) -m pytest --slow -m slow tests
 
 families: setup ## tiny models of every family, each on a server of its own (minutes)
 	$(PY) -m pytest tests/e2e/test_families.py --slow

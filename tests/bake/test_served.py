@@ -16,7 +16,7 @@ from tests.e2e.reference import data_url, make_image, question
 from vlora_sgl.defaults import engine_defaults
 from vlora_sgl.export import BakePlan, bake
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # each test starts an engine
 ROOT = Path(__file__).parents[2]
 PROMPT = question("Describe the image in one word.")
 STOCK = ("device", "dtype", "attention_backend", "sampling_backend", "disable_fast_image_processor")

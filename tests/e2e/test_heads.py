@@ -73,7 +73,7 @@ def test_answers_equal_transformers_and_peft(server: Server, headed: dict[str, P
 
 
 def test_mixed_with_generating_requests(server: Server, headed: dict[str, Path]) -> None:
-    images = [make_image(seed) for seed in range(6)]
+    images = [make_image(seed) for seed in range(3)]
 
     def generated(name: str | None, image: Any) -> Any:
         return server.generate(text=PROMPT, image_data=[data_url(image)], lora_path=name)["output_ids"]
@@ -145,7 +145,7 @@ def test_a_wrong_head_file_fails_the_load_by_name(server: Server, headed: dict[s
 
 
 def test_head_requests_mixed_with_streams_leak_nothing(server: Server, headed: dict[str, Path]) -> None:
-    before, count = stats(server)["heads"], int(os.environ.get(MANY, "150"))
+    before, count = stats(server)["heads"], int(os.environ.get(MANY, "90"))
 
     def one(number: int) -> None:
         name, head = (("H1", "kind"), ("H2", "dots"), ("H1", "find"))[number % 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -250,10 +251,16 @@ def test_more_adapters_than_slots_while_clients_hang_up(server: Server, more: di
     contents = {name: more[name] for name in "XY"}
     try:
         expected = phases.quiet_answers(server, prompts, contents, "ABCDEFG")
-        tally = phases.Churn(server, expected, prompts, "coming", contents, bad).run(seconds=8, clients=4)
-        assert tally.faults == []
-        assert phases.users_left(server) == {}
-        assert tally.outcomes["hung up"] and tally.outcomes["in a batch"] and tally.outcomes["operated"] > 3
+        outcomes: Counter[str] = Counter()
+        for _ in range(5):  # a slow machine may not come to everything the first time
+            tally = phases.Churn(server, expected, prompts, "coming", contents, bad).run(seconds=8, clients=4)
+            assert tally.faults == []
+            assert phases.users_left(server) == {}
+            outcomes.update(tally.outcomes)
+            if outcomes["hung up"] and outcomes["in a batch"] and outcomes["operated"] > 3:
+                break
+        else:
+            pytest.fail(f"not everything happened: {outcomes}")
     finally:
         if "coming" in adapters(server):
             assert unload(server, "coming").status_code == 200

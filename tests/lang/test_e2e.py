@@ -172,6 +172,7 @@ def test_batch_of_200_loses_nothing_while_a_tenth_is_cancelled(runtime: vlora.Ru
     assert sum(isinstance(state.error(), ProgramCancelled) for state in states) >= 15
 
 
+@pytest.mark.slow
 def test_engine_in_process_gives_the_servers_results(server: Server, runtime: vlora.Runtime) -> None:
     """The one test that starts an engine of its own: the in-process backend has no other."""
     root = Path(__file__).parents[2]
