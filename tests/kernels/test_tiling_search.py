@@ -1,0 +1,38 @@
+"""What the search tries, and the table it wrote; its timings need a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vlora_sgl.kernels import tiling
+from vlora_sgl.kernels.tiling import TABLES, TilingTable, default_tile, unpack
+from vlora_sgl.kernels.tiling_search import MODELS, SHARED_BYTES, bytes_and_flops, candidates, jobs_of
+
+JOBS = list(jobs_of(MODELS["qwen2.5-vl-7b"], [16, 64], [1, 32, 8192], [8], torch.bfloat16))
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.label)
+def test_candidates_begin_with_the_built_in_tile_and_fit_the_chip(job):
+    tiles = candidates(job)
+    assert tiles[0] == default_tile(unpack(job.key)) and len(set(tiles)) == len(tiles) > 1
+    moved, flops = bytes_and_flops(job)
+    assert moved > 0 and flops > 0
+    for tile in tiles[1:]:
+        for size in (tile.block_m, tile.block_n, tile.block_k or 1, tile.warps):
+            assert size & (size - 1) == 0
+        assert tile.stages * (tile.block_m + tile.block_n) * tile.block_k * job.dtype.itemsize <= SHARED_BYTES
+
+
+def test_a_model_has_one_key_for_each_job_and_partners_come_first():
+    keys = [job.key for job in JOBS]
+    assert len(set(keys)) == len(keys)
+    first = [(job.op, job.projection.name) for job in JOBS if job.rows == 32 and job.rank == 64]
+    assert first.index(("shrink", "qkv_proj")) < first.index(("linear", "qkv_proj"))
+
+
+def test_the_shipped_table_has_the_decode_tiles_of_a_7b_shape():
+    path = TABLES / f"{tiling.table_name('NVIDIA H200', '3.6.0')}.json"
+    table = TilingTable.load(path)
+    wanted = {job.key for job in JOBS if job.rows == 32 and job.op in ("shrink", "linear")}
+    assert wanted <= table.exact.keys()
