@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -131,10 +131,10 @@ def candidates(job: Job) -> list[Tile]:
     block_m = 64 if job.rows > DENSE_MAX_ROWS else max(16, 1 << tiling.bucket(job.rows))
     if job.op == "expand":
         deep = itertools.product((16, 32, 64, 128), (2, 4, 8))
-        return [Tile(block_m, n, 0, 1, 4, stages) for n, stages in deep if stages <= max(2, job.slots)]
+        return _with_own(job, (Tile(block_m, n, 0, 1, 4, stages) for n, stages in deep if stages <= max(2, job.slots)))
     if job.op in ("grouped_expand", "grouped_write"):
         spans = itertools.product((64, 128, 256), (4, 8), (1, 4, 16))
-        return [Tile(block_m, n, 0, 1, warps, 2, run=run) for n, warps, run in spans]
+        return _with_own(job, (Tile(block_m, n, 0, 1, warps, 2, run=run) for n, warps, run in spans))
     if job.op == "linear":
         return _linears(job, block_m)
     grouped = job.op == "grouped_shrink"
@@ -173,12 +173,14 @@ def _linears(job: Job, block_m: int) -> list[Tile]:
 
 
 def _pruned(job: Job, ranked: list[tuple[float, Tile]]) -> list[Tile]:
-    """Best estimate first, without those more than half as dear again; the built-in tile before all of them."""
+    """Best estimate first, without those more than half as dear again."""
     ranked.sort(key=lambda item: item[0])
-    # The built-in tile is always tried: a search must not end below where it started.
-    own = tiling.default_tile(tiling.unpack(job.key))
-    tiles = dict.fromkeys([own, *(tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0])])
-    return list(tiles)
+    return _with_own(job, (tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0]))
+
+
+def _with_own(job: Job, tiles: Iterable[Tile]) -> list[Tile]:
+    """The built-in tile before all others: a search must not end below where it started."""
+    return list(dict.fromkeys([tiling.default_tile(tiling.unpack(job.key)), *tiles]))
 
 
 def _programs(job: Job, block_n: int) -> int:
