@@ -91,6 +91,14 @@ def test_a_hot_adapter_gets_as_many_homes_as_it_needs_once_it_is_known_to_be_hot
         assert {name: len(homes) for name, homes in policy.homes.items()} == {"hot": 3, "a": 1, "b": 1}
 
 
+def test_an_adapter_that_nobody_asks_for_is_forgotten() -> None:
+    policy, spots = Affinity(slots=4), [Spot(n) for n in range(2)]
+    for number in range(6000):
+        policy.choose("gone" if number < 100 else "b", None, spots)
+        assert ("gone" in policy.homes) or number > 1000
+    assert policy.homes.keys() == policy.requests.keys() == {"b"}
+
+
 def test_an_image_has_a_favourite_among_the_homes() -> None:
     policy, spots = Affinity(slots=4), [Spot(n) for n in range(4)]
     chosen = {content: policy.choose(None, content, spots) for content in (bytes([n]) for n in range(64))}

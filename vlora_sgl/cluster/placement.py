@@ -26,7 +26,11 @@ SPILL_FACTOR, SPILL_ROOM = 1.25, 4
 REPLACE_EVERY = 64
 """Requests between two placements, or as many as there are adapters."""
 DECAY = 0.9
-"""What counts of requests are multiplied by at each placement: the last ten placements' requests count."""
+"""What counts of requests are multiplied by at each placement."""
+WINDOW = REPLACE_EVERY / (1 - DECAY)
+"""So about this many requests count."""
+FORGOTTEN = 0.05
+"""An adapter whose count has decayed to this lost its slot long ago, and loses its home."""
 
 
 def place(
@@ -100,7 +104,8 @@ class Affinity:
     def __init__(self, slots: int, shares: Mapping[str, float] | None = None) -> None:
         self.slots = slots
         self.homes: Homes = {}
-        self.requests: dict[str, float] = dict(shares or {})
+        total = sum((shares or {}).values()) or 1.0
+        self.requests = {name: share / total * WINDOW for name, share in (shares or {}).items()}
         self._since = REPLACE_EVERY if shares else 0  # requests since the last placement
         self._seen: set[int] = set()  # replicas that served in the meantime
 
@@ -119,9 +124,8 @@ class Affinity:
 
     def place(self, replicas: Sequence[int]) -> None:
         """Give the adapters homes on these replicas, by the requests so far."""
-        shares = {name: self.requests.get(name, 0.0) for name in {*self.homes, *self.requests}}
-        self.homes = place(shares, replicas, self.slots, self.homes)
-        self.requests = {name: DECAY * count for name, count in self.requests.items()}
+        self.requests = {name: DECAY * count for name, count in self.requests.items() if count > FORGOTTEN}
+        self.homes = place(self.requests, replicas, self.slots, self.homes)
 
     def _count(self, adapter: AdapterId, candidates: Sequence[Candidate]) -> None:
         if adapter is not None:
