@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from vlora_sgl.generation.datasets import SPLITS, read_jsonl
-from vlora_sgl.generation.trainer import exact_match
+from vlora_sgl.generation.datasets import SPLITS, read_jsonl, write_jsonl
+from vlora_sgl.generation.trainer import Prepared, exact_match
 from vlora_sgl.heads import load_heads, read_description
 from vlora_sgl.models import tiny
 from vlora_sgl.models.tiny import batches, build, domains
@@ -122,15 +122,16 @@ def test_shipped_model_answers_unseen_scenes(shipped):
     from vlora_sgl.models.tiny.train import accuracy
 
     model, processor = shipped
-    found = accuracy(model, processor, CPU, scenes=60, seed=99)
+    found = accuracy(model, processor, CPU, scenes=60, seed=99, kinds=FIVE)
     for kind in FIVE:
         assert found[kind]["accuracy"] >= 0.85, (kind, found[kind])
         assert found[kind]["blind"] <= found[kind]["chance"] + 0.1, (kind, found[kind])
 
 
 def test_shipped_set_is_small_and_complete():
-    size = sum(f.stat().st_size for f in tiny.path().parent.rglob("*") if f.is_file() and f.suffix != ".pyc")
-    assert size < 40e6 and (tiny.path() / "model.safetensors").stat().st_size < 24e6
+    files = [f for f in tiny.path().parent.rglob("*") if f.is_file() and f.suffix != ".pyc"]
+    assert sum(f.stat().st_size for f in files) < 40e6
+    assert sum(f.stat().st_size for f in files if f.suffix == ".safetensors") <= 24e6
     assert tiny.adapters().keys() == domains.ADAPTERS.keys()
     for name, directory in tiny.adapters().items():
         domain, activation = domains.ADAPTERS[name]
@@ -143,14 +144,14 @@ def test_the_log_says_heads_are_as_good_as_decoding_and_adapters_lift_their_doma
     """Of the shipped run; bench_tiny measures the same as served."""
     log = json.loads((tiny.path().parent / LOG).read_text())
     assert all(row["accuracy"] >= 0.85 for kind, row in log["base"].items() if kind in FIVE), log["base"]
-    for name, row in log.get("adapters", {}).items():
-        # By 20 points, or to 95 % where the base leaves less room than that: it knows a face from none by itself.
-        assert row["adapter"] >= min(row["base"] + 0.2, 0.95), (name, row)
+    assert log["adapters"].keys() == domains.ADAPTERS.keys()
+    for name, row in log["adapters"].items():
+        assert row["adapter"] >= row["base"] + 0.2, (name, row)
         for head in row["heads"].values():
             assert head["kind"] == "detect" or head["value"] >= row["adapter"], (name, row)
 
 
-def test_a_minute_of_training_on_the_cpu_beats_chance():
+def test_half_a_minute_of_training_on_the_cpu_beats_chance():
     """A third of the size, one question type, 150 steps: the loss falls and unseen scenes are answered."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -159,10 +160,10 @@ def test_a_minute_of_training_on_the_cpu_beats_chance():
     torch.manual_seed(0)
     processor = build.build_processor(build.build_tokenizer(S.corpus()))
     model = Qwen2_5_VLForConditionalGeneration(build.build_config(processor.tokenizer, small=True))
-    log = pretrain(model, processor, CPU, 150, batch_size=16, workers=0, seed=0, kinds=("pattern",), log_every=10)
+    log = pretrain(model, processor, CPU, 150, batch_size=8, workers=0, seed=0, kinds=("pattern",), log_every=10)
     losses = [row["answer_loss"] for row in log]
     assert losses[-1] < 0.5 * max(losses), losses
-    pattern = accuracy(model, processor, CPU, scenes=100, seed=5, batch=50)["pattern"]
+    pattern = accuracy(model, processor, CPU, scenes=100, seed=5, batch=50, kinds=("pattern",))["pattern"]
     assert pattern["accuracy"] > pattern["chance"] + 0.15, pattern
 
 
@@ -186,8 +187,8 @@ def test_shipped_adapter_lifts_its_domain(shipped, tmp_path):
     from peft import PeftModel
 
     model, processor = shipped
-    domains.prepare(tmp_path, ["digits"])
-    examples = read_jsonl(tmp_path / "digits" / "test.jsonl")[::6]
+    write_jsonl(tmp_path / "test.jsonl", domains.DOMAINS["digits"]()[2][::8])
+    examples = Prepared(model, processor, read_jsonl(tmp_path / "test.jsonl"))
     before = np.mean(exact_match(model, processor, examples))
     adapted = PeftModel.from_pretrained(model, tiny.adapters()["digits"]).eval()
     assert np.mean(exact_match(adapted, processor, examples)) >= before + 0.2

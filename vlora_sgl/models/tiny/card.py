@@ -25,11 +25,12 @@ image's tokens to the base, so that all of them share its keys and values; compa
 domain.
 
 Nothing was chosen on a test split: the number of steps is fixed, and a closed-set head keeps its trained weights only
-where they beat the LM head's own rows on the validation split. Known limits: unseen means an unseen triple of color,
-shape and background; every pair of color and shape was seen. The base was taught to repeat the adapters' answer words,
-not what they mean, so part of an adapter's gain is knowing which words answer its question. There is no adapter for
-faces: the base, which knows yes and no, tells most of them by itself. Test tiles of photos and surfaces come from the
-same photographs as the training tiles, without overlap. Small test splits are noisy: one of 100 surfaces is a point.
+where they beat the LM head's own rows on the validation split by more than chance. Known limits: unseen
+means an unseen triple of color, shape and background; every pair of color and shape was seen. The base was taught to
+repeat the adapters' answer words, not what they mean, so part of an adapter's gain is knowing which words answer its
+question. There is no adapter for faces: the base, which knows yes and no, tells most of them by itself. Test tiles of
+photos and surfaces come from the same photographs as the training tiles, without overlap. Small test splits are noisy:
+one of 100 surfaces is a point.
 """
 
 

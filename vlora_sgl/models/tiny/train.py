@@ -40,7 +40,7 @@ from vlora_sgl.models.tiny import scenes as S
 
 TOWER_SHARE, JOINT_SHARE = 0.12, 0.74  # of the steps; the rest is the last stage
 AUXILIARY_WEIGHT = 0.5
-STEPS, ADAPTER_STEPS, MIX_STEPS = 4750, 450, 600
+STEPS, ADAPTER_STEPS, MIX_STEPS = 4750, 450, 300
 RANK = 8  # 0.5 MB each; rank 16 answers no better
 PEAK_RATE, WARM_UP_SHARE = 1e-3, 0.04
 
