@@ -2,6 +2,9 @@
 UV := $(shell command -v uv 2>/dev/null || echo $(CURDIR)/.uv/bin/uv)
 PY := .venv/bin/python
 
+# Without bytecode every process compiles the thousands of files it imports (docs/startup.md).
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo generate-demo test test-engines test-units lint check slow families soak clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -11,8 +14,8 @@ $(CURDIR)/.uv/bin/uv:
 
 .venv/.locked: pyproject.toml uv.lock | $(if $(findstring .uv,$(UV)),$(CURDIR)/.uv/bin/uv)
 	$(UV) sync --frozen --quiet --extra dev
-	@# One import of the engine writes its bytecode; without it every start compiles 6,000 files (docs/startup.md).
-	@env -u PYTHONDONTWRITEBYTECODE $(PY) -W ignore -m vlora_sgl.preload >/dev/null 2>&1 || true
+	@# One import of the engine writes its bytecode.
+	@$(PY) -W ignore -m vlora_sgl.preload >/dev/null 2>&1 || true
 	@touch $@
 
 setup: .venv/.locked ## set up .venv (reused while uv.lock is unchanged)
