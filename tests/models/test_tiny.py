@@ -14,6 +14,7 @@ from PIL import Image
 from vlora_sgl.generation.datasets import SPLITS, read_jsonl, write_jsonl
 from vlora_sgl.generation.trainer import Prepared, exact_match
 from vlora_sgl.heads import load_heads, read_description
+from vlora_sgl.mixes.spec import read_mix
 from vlora_sgl.models import tiny
 from vlora_sgl.models.tiny import batches, build, domains
 from vlora_sgl.models.tiny import scenes as S
@@ -138,6 +139,9 @@ def test_shipped_set_is_small_and_complete():
         description = read_description(directory)
         assert (description.activation, description.prompt) == (activation, domains.QUESTIONS[domain])
         assert load_heads(directory, 256).keys() == {head["name"] for head in domains.HEADS[domain]}
+    config = json.loads((tiny.path() / "config.json").read_text())
+    mix = read_mix(tiny.mix(), "mix", config["text_config"]["hidden_size"], config["text_config"]["vocab_size"])
+    assert set(mix.members) == {name for name, (_, activation) in domains.ADAPTERS.items() if activation is None}
 
 
 def test_the_log_says_heads_are_as_good_as_decoding_and_adapters_lift_their_domain():
@@ -149,6 +153,13 @@ def test_the_log_says_heads_are_as_good_as_decoding_and_adapters_lift_their_doma
         assert row["adapter"] >= row["base"] + 0.2, (name, row)
         for head in row["heads"].values():
             assert head["kind"] == "detect" or head["value"] >= row["adapter"], (name, row)
+
+
+def test_the_log_says_the_mix_is_as_good_as_the_best_single_adapter():
+    """Within two points, all members in use; bench_tiny measures the same as served."""
+    report = json.loads((tiny.path().parent / LOG).read_text())["mix"]
+    assert report["mix_minus_oracle_points"] >= -2, report
+    assert min(report["usage"].values()) > 0.02, report["usage"]
 
 
 def test_half_a_minute_of_training_on_the_cpu_beats_chance():

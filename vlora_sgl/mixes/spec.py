@@ -5,7 +5,7 @@
     {"format": 1, "router": "vocabulary", "members": ["prose", "code", "seeing"],
      "ranges": [{"from": 0, "to": 32000, "member": "prose"}], "modalities": {"image": "seeing", "text": "code"}}
 
-    {"format": 1, "router": "learned", "members": ["digits", "faces"], "top_k": 1, "context": "prefix"}
+    {"format": 1, "router": "learned", "members": ["digits", "photos"], "top_k": 1, "context": "prefix"}
 
     {"format": 1, "router": "compositional",
      "adapters": {"acme": {"text": "acme-text", "image": "acme-image"}, "globex": {"text": "globex-text"}}}
