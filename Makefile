@@ -33,7 +33,7 @@ lint: setup ## ruff and mypy
 # Tests that start engines wait for them most of the time; lint and the other tests run beside them.
 ENGINES := tests/e2e tests/examples tests/lang tests/bake
 test: setup ## lint, and everything that runs without a GPU
-	@$(MAKE) --no-print-directory -j2 --output-sync=line test-engines test-units
+	@$(MAKE) --no-print-directory -j2 test-engines test-units
 
 test-engines: setup
 	$(PY) -m pytest --durations=15 $(ENGINES)
