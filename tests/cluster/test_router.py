@@ -122,7 +122,7 @@ def test_killing_a_replica_loses_no_request_that_has_no_answer_yet(stream: bool)
 
         asks = [asyncio.create_task(ask()) for _ in range(30)]
         await until(lambda: [len(fake.bodies) for fake in made.fakes] == [5, 5])
-        assert sum(replica.waiting for replica in made.router.replicas) == 20
+        await until(lambda: sum(replica.waiting for replica in made.router.replicas) == 20)
         await made.fakes[0].kill()
         await until(lambda: 0 in made.troubles)
         made.router.replicas[0].end()
