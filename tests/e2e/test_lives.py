@@ -252,8 +252,9 @@ def test_more_adapters_than_slots_while_clients_hang_up(server: Server, more: di
     try:
         expected = phases.quiet_answers(server, prompts, contents, "ABCDEFG")
         outcomes: Counter[str] = Counter()
-        for _ in range(5):  # a slow machine may not come to everything the first time
-            tally = phases.Churn(server, expected, prompts, "coming", contents, bad).run(seconds=8, clients=4)
+        for seed in range(8):  # a slow machine may not come to everything the first time
+            churn = phases.Churn(server, expected, prompts, "coming", contents, bad)
+            tally = churn.run(seconds=6, clients=4, seed=seed)
             assert tally.faults == []
             assert phases.users_left(server) == {}
             outcomes.update(tally.outcomes)
