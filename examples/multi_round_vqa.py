@@ -120,7 +120,7 @@ def embedded(served: Served) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         show(served, *scene(Path(scratch)))
         print("Real images, base against adapter; 'cached' is of the adapter's second asking")
-        print(f"  {'image':<16}{'question':<36}{'reference':<14}{'base':<22}{'adapter':<16}{'cached':>7}")
+        print(f"  {'image':<21}{'question':<36}{'reference':<14}{'base':<22}{'adapter':<16}{'cached':>7}")
         right = {"base": 0, "adapter": 0}
         items = held_out(served.adapters, Path(scratch))
         for name, picture, turn in items:
@@ -134,7 +134,7 @@ def embedded(served: Served) -> None:
             mark = "✓" if answers[name] == turn.reference else "✗"
             cached = state.get_meta_info("answer0")["cached_tokens"]
             print(
-                f"  {picture.name:<16}{turn.question:<36}{turn.reference:<14}{answers['base'][:20]!r:<22}"
+                f"  {picture.name:<21}{turn.question:<36}{turn.reference:<14}{answers['base'][:20]!r:<22}"
                 f"{answers[name][:12]!r:<14}{mark} {cached:>7}"
             )
         print(f"  base {right['base']} of {len(items)} right, adapters {right['adapter']} of {len(items)}\n")
