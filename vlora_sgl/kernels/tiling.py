@@ -32,7 +32,8 @@ class Tile:
     """The shape of one launch.
 
     Attributes:
-        block_m, block_n, block_k: rows, columns and reduction steps of a program; block_k is unused by expands.
+        block_m: rows of a program that the search assumed; a launch takes them from its routing.
+        block_n, block_k: columns and reduction steps of a program; block_k is unused by expands.
         split_k: programs that share one output tile's reduction.
         warps, stages: warps per program and depth of the software pipeline.
         run: for grouped expands only: consecutive column tiles a program works through.
