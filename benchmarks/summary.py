@@ -17,7 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = RESULTS / "summary.json"
 PACKAGES = ("torch", "triton", "sglang", "transformers", "peft")
 
@@ -56,13 +57,26 @@ def git_revision() -> str:
 
 
 def running_command() -> str:
-    """The running command line as it would be typed at the repository's root."""
+    """The running command line as it would be typed at the repository's root, without paths outside of it."""
     script, *rest = sys.argv
+    rest = without_outside_paths(rest)
     try:
-        module = Path(script).resolve().relative_to(Path(__file__).resolve().parents[1]).with_suffix("")
-        return shlex.join(["python", "-m", ".".join(module.parts), *rest])
+        module = Path(script).resolve().relative_to(ROOT).with_suffix("")
+        return shlex.join(["python", "-m", ".".join(module.parts).removesuffix(".__main__"), *rest])
     except ValueError:
         return shlex.join(["python", Path(script).name, *rest])
+
+
+def without_outside_paths(arguments: Sequence[str]) -> list[str]:
+    """The arguments less options that name a file outside the repository: where results went is no part of them."""
+    kept: list[str] = []
+    for argument in arguments:
+        if argument.startswith("/") and not Path(argument).is_relative_to(ROOT):
+            if kept and kept[-1].startswith("--"):
+                kept.pop()
+        else:
+            kept.append(argument)
+    return kept
 
 
 def read(path: Path = SUMMARY) -> list[dict[str, Any]]:

@@ -29,3 +29,21 @@ def test_merge_appends_each_row_once(tmp_path):
 def test_record_refuses_a_value_that_is_not_a_number(tmp_path):
     with pytest.raises(ValueError):
         summary.record("x", "fast", "ms", False, summary=tmp_path / "s.json")
+
+
+def test_a_command_names_no_file_outside_the_repository(monkeypatch):
+    inside = str(summary.ROOT / "benchmarks" / "results" / "x.json")
+    rest = [
+        "--tiny",
+        "--rows",
+        "/elsewhere/rows.json",
+        "--summary",
+        inside,
+        "--parts",
+        "a",
+        "b",
+        "--out",
+        "/elsewhere",
+    ]
+    monkeypatch.setattr("sys.argv", [str(summary.ROOT / "tests" / "soak" / "__main__.py"), *rest])
+    assert summary.running_command() == f"python -m tests.soak --tiny --summary {inside} --parts a b"

@@ -45,7 +45,7 @@ def soak(server: Server, paths: dict[str, Path], root: Path, args: argparse.Name
     """All phases, on a server that holds A to D."""
 
     def record(name: str, value: float, unit: str) -> None:
-        summary.record(name, value, unit, False, command="make soak", summary=args.summary)
+        summary.record(name, value, unit, False, summary=args.summary)
         print(f"{name} = {value:.4g} {unit}", flush=True)
 
     say(f"churn for {args.seconds:.0f} s: {CLIENTS} clients, 3 in 10 hang up, an operator changes adapters")
