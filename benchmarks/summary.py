@@ -91,6 +91,7 @@ def record(
     higher_is_better: bool,
     *,
     command: str | None = None,
+    card: str | None = None,
     summary: str | Path = SUMMARY,
 ) -> dict[str, Any]:
     """Append one figure and return its row.
@@ -101,6 +102,7 @@ def record(
         unit: its unit, ``ratio`` for a quotient of one run on one card.
         higher_is_better: the direction of an improvement.
         command: what to run to measure it again; by default the running command line.
+        card: where the rows that it is computed from were measured; by default this machine's.
         summary: the file to append to.
     """
     path = Path(summary)
@@ -109,7 +111,7 @@ def record(
         "value": float(value),
         "unit": unit,
         "higher_is_better": bool(higher_is_better),
-        "card": card_name(),
+        "card": card or card_name(),
         "versions": package_versions(),
         "revision": git_revision(),
         "command": command or running_command(),

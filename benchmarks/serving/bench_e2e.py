@@ -59,6 +59,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one cell: skew 60 %%, one rate, 30 s")
     parser.add_argument("--together", type=int, default=1, help="servers up at once")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds a server may take to start")
+    parser.add_argument("--recorded", action="store_true", help="measure nothing: the figures of the rows in OUT")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--summary", type=Path, default=SUMMARY)
     args = parser.parse_args(argv)
@@ -321,9 +322,24 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def record_rows(args: argparse.Namespace) -> None:
+    """Draw and record what the rows in ``args.out`` say, of runs in parts or cut short, card by card."""
+    path = args.out / f"e2e-{args.workload}.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for card in dict.fromkeys(row["card"] for row in rows):
+        own = [row for row in rows if row["card"] == card]
+        plot([row for row in own if row["workload"] != "uniform"], path.with_suffix(".png"))
+        for name, value, higher in figures(own):
+            note(f"{card}: {name}: {value:.4f}")
+            record(name, value, "ratio", higher, card=card, summary=args.summary)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write rows and plot, record figures. Returns 1 if a request failed."""
     args = parse(argv)
+    if args.recorded:
+        record_rows(args)
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # a time limit: stop the servers, keep what there is
     rows: list[dict[str, Any]] = []
     card = card_name()

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if errors:
         error = statistics.fmean(map(abs, errors))
         print(f"mean of |error| {error:.3f}, worst {max(map(abs, errors)):.3f}, over {len(errors)} replays")
-        record("policy.simulator.error", error, "ratio", False, summary=args.summary)
+        record("policy.simulator.error", error, "ratio", False, card=rows[0]["card"], summary=args.summary)
 
 
 if __name__ == "__main__":

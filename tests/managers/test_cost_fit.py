@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,18 @@ def test_noise_and_stalls_move_the_costs_little() -> None:
             assert getattr(found.table, phase).seconds(groups, 0, folded) == pytest.approx(want, rel=0.05)
     assert 0.01 < found.error["decode"] < 0.05
     assert found.kept["decode"][0] < found.kept["decode"][1], "the stalls are left out"
+
+
+def test_a_prefill_that_keeps_the_host_is_found_in_the_iteration_before() -> None:
+    """With overlapping launches a result waits while the host prepares the next iteration."""
+    rows = log(noise=0.0)
+    for before, row in pairwise(rows):
+        if row["prefill"]:
+            late = 0.9 * row["seconds"]
+            before["seconds"], row["seconds"] = before["seconds"] + late, row["seconds"] - late
+    found = fit(rows, COSTS, "test").table.prefill
+    for groups in ({"a": 500, "c": 900}, {None: 64}):
+        assert found.seconds(groups, 0, None) == pytest.approx(COSTS.prefill.seconds(groups, 0, None), rel=0.02)
 
 
 def test_too_short_a_log_is_refused() -> None:

@@ -14,8 +14,9 @@ from vlora_sgl.managers.cost_table import CostTable, Groups, PhaseCosts, lora_wo
 
 COLUMNS = ("fixed", "per_token", "per_context", "lora_fixed", "lora_per_slot", "lora_per_pair", "lora_per_undo")
 SWITCHES = ("merge", "unmerge")
+PHASES = ("decode", "prefill")
 OUTLIER = 0.35
-"""Iterations further than this from the fit, relatively, are not counted in its error: compilation, stalls."""
+"""Stretches further than this from the fit, relatively, are not counted in its error: compilation, stalls."""
 
 FEWEST = 20
 """Fewest iterations of a phase that a fit is made from."""
@@ -27,9 +28,9 @@ class Fit:
 
     Attributes:
         table: the costs.
-        error: phase -> total of ``|fitted - measured|`` over total measured, of the iterations kept.
-        total: phase -> fitted over measured seconds, of all iterations.
-        kept: phase -> (iterations kept, iterations in the log).
+        error: phase -> total of ``|fitted - measured|`` over total measured, of the stretches kept (``stretches``).
+        total: phase -> fitted over measured seconds, of all stretches.
+        kept: phase -> (stretches kept, stretches in the log).
     """
 
     table: CostTable
@@ -57,6 +58,21 @@ def features(row: Mapping[str, Any]) -> list[float]:
     ]
 
 
+def stretches(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The log in pieces whose seconds are what they took: a decode, or a run of prefills with the decode before it.
+
+    Where launches overlap with computation, an iteration's result waits while the host prepares the next one. A decode
+    costs the host little, a prefill with images much: it shows up in the seconds of the iteration before.
+    """
+    found: list[list[Mapping[str, Any]]] = []
+    for row in rows:
+        if row["prefill"] and found:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
+
+
 def fit(rows: Sequence[Mapping[str, Any]], like: CostTable, provenance: str) -> Fit:
     """The coefficients >= 0 of the least absolute relative errors.
 
@@ -68,34 +84,42 @@ def fit(rows: Sequence[Mapping[str, Any]], like: CostTable, provenance: str) -> 
     Raises:
         ConfigError: too few iterations of a phase.
     """
-    phases: dict[str, PhaseCosts] = {}
-    switches: dict[str, float] = {}
-    error, total, kept = {}, {}, {}
-    for phase, prefill in (("decode", False), ("prefill", True)):
-        mine = [row for row in rows if row["prefill"] is prefill and row["seconds"] > 0]
-        if len(mine) < FEWEST:
-            raise ConfigError(f"the log holds {len(mine)} {phase} iterations; a fit needs {FEWEST}")
-        matrix = np.array([features(row) for row in mine])
-        seconds = np.array([row["seconds"] for row in mine])
-        found = least_absolute(matrix / seconds[:, None], np.ones(len(mine)))
-        good = abs(matrix @ found / seconds - 1) < OUTLIER
-        fitted = matrix @ found
-        error[phase] = float(abs(fitted - seconds)[good].sum() / max(seconds[good].sum(), 1e-9))
-        total[phase] = float(fitted.sum() / seconds.sum())
-        kept[phase] = (int(good.sum()), len(mine))
-        phases[phase] = PhaseCosts(**dict(zip(COLUMNS, map(float, found), strict=False)))
-        for name, value in zip(SWITCHES, found[len(COLUMNS) :], strict=True):
-            if value > 0:
-                switches[name] = max(switches.get(name, 0.0), float(value))
+    for phase in PHASES:
+        count = sum(row["prefill"] is (phase == "prefill") for row in rows)
+        if count < FEWEST:
+            raise ConfigError(f"the log holds {count} {phase} iterations; a fit needs {FEWEST}")
+    parts = [part for part in stretches(rows) if sum(row["seconds"] for row in part) > 0]
+    matrix = np.array([np.sum([_both_phases(row) for row in part], axis=0) for part in parts])
+    seconds = np.array([sum(row["seconds"] for row in part) for part in parts])
+    found = least_absolute(matrix / seconds[:, None], np.ones(len(parts)))
+    fitted = matrix @ found
+    good = abs(fitted / seconds - 1) < OUTLIER
+    error, total, kept, costs = {}, {}, {}, {}
+    for at, phase in enumerate(PHASES):
+        mine = np.array([part[-1]["prefill"] is (phase == "prefill") for part in parts])
+        told = mine & good
+        error[phase] = float(abs(fitted - seconds)[told].sum() / max(seconds[told].sum(), 1e-9))
+        total[phase] = float(fitted[mine].sum() / seconds[mine].sum())
+        kept[phase] = (int(told.sum()), int(mine.sum()))
+        own = found[at * len(COLUMNS) : (at + 1) * len(COLUMNS)]
+        costs[phase] = PhaseCosts(**dict(zip(COLUMNS, map(float, own), strict=True)))
+    merge, unmerge = map(float, found[-len(SWITCHES) :])
     table = replace(
         like,
-        prefill=phases["prefill"],
-        decode=phases["decode"],
-        merge=switches.get("merge", like.merge),
-        unmerge=switches.get("unmerge", like.unmerge),
+        prefill=costs["prefill"],
+        decode=costs["decode"],
+        merge=merge or like.merge,
+        unmerge=unmerge or like.unmerge,
         provenance=provenance,
     )
     return Fit(table, error, total, kept)
+
+
+def _both_phases(row: Mapping[str, Any]) -> list[float]:
+    """``features``, in the columns of the row's phase."""
+    *own, merged, unmerged = features(row)
+    nothing = [0.0] * len(own)
+    return [*(nothing + own if row["prefill"] else own + nothing), merged, unmerged]
 
 
 def least_absolute(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -124,12 +148,12 @@ def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 def describe(fitted: Fit) -> str:
     """The table and its quality, for people."""
     lines = []
-    for phase in ("decode", "prefill"):
+    for phase in PHASES:
         costs = {name: value for name, value in asdict(getattr(fitted.table, phase)).items() if value}
         terms = ", ".join(f"{name} {1e6 * value:.3g}" for name, value in costs.items())
         kept, seen = fitted.kept[phase]
         lines.append(
-            f"{phase}: {terms} us; error {fitted.error[phase]:.1%} over {kept} of {seen} iterations, "
+            f"{phase}: {terms} us; error {fitted.error[phase]:.1%} over {kept} of {seen} stretches, "
             f"all of them {fitted.total[phase]:.3f} of the measured time"
         )
     lines.append(f"merge {1e3 * fitted.table.merge:.2f} ms, unmerge {1e3 * fitted.table.unmerge:.2f} ms")
