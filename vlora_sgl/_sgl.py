@@ -65,6 +65,9 @@ NAMES: dict[str, str] = {
     "SchedulerWeightUpdaterManager": "sglang.srt.managers.scheduler_components.weight_updater"
     ":SchedulerWeightUpdaterManager",
     "DecodeCudaGraphRunner": "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
+    # where it is constructed, which is where its replacement has to be
+    "PrefillCudaGraphRunner": "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+    ":PrefillCudaGraphRunner",
     "capture_mode": "sglang.srt.model_executor.runner_utils.capture_mode",
     # prefix cache
     "RadixCache": "sglang.srt.mem_cache.radix_cache:RadixCache",
@@ -172,6 +175,15 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ModelRunner.check_weights": ("self", "action", "allow_quant_error"),
     "ModelRunner._decode_cuda_graph_runner_cls": ("self",),
     "DecodeCudaGraphRunner._resolve_lora_variant": ("self", "forward_batch"),
+    "PrefillCudaGraphRunner.capture_one_shape": ("self", "size", "prefix_num_chunks"),
+    "PrefillCudaGraphRunner._execute_body_capture": (
+        *("self", "forward_batch", "static_forward_batch", "static_num_tokens", "raw_num_tokens", "shape_key"),
+    ),
+    "PrefillCudaGraphRunner._pad_to_bucket": ("raw_size", "buckets"),
+    "PrefillCudaGraphRunner.can_run_graph": ("self", "forward_batch"),
+    "PrefillCudaGraphRunner.execute": ("self", "forward_batch"),
+    "LoRAManager.can_use_prefill_cuda_graph": ("self", "forward_batch"),
+    "BaseLoRABackend.init_prefill_cuda_graph_batch_info": ("self", "max_num_tokens"),
     "SchedulerWeightUpdaterManager.release_memory_occupation": ("self", "recv_req"),
     "run_scheduler_process": ("server_args", "port_args", "gpu_id"),
     "init_tokenizer_manager": ("server_args", "port_args", "TokenizerManagerClass"),

@@ -16,6 +16,9 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "lora_backend": "atmm",
     "log_level": "warning",
 }
+GPU_DEFAULTS: dict[str, Any] = {
+    "cuda_graph_backend_prefill": "disabled",  # "breakable" is there to be tried: docs/modes.md
+}
 # On a plain CPU SGLang's own defaults ask for kernels that are not there, or for CUDA.
 CPU_DEFAULTS: dict[str, Any] = {
     "device": "cpu",
@@ -39,7 +42,7 @@ def engine_defaults(model: str = "", adapters_given: bool = False, slot_ranks: S
     adapters = adapter_options(model, adapters_given)
     if slot_ranks:  # one slot more is the base model's
         adapters = {**adapters, "max_loras_per_batch": len(slot_ranks) + 1, "max_lora_rank": max(slot_ranks)}
-    return {**adapters, **COMMON_DEFAULTS, **(CPU_DEFAULTS if is_plain_cpu() else {})}
+    return {**adapters, **COMMON_DEFAULTS, **(CPU_DEFAULTS if is_plain_cpu() else GPU_DEFAULTS)}
 
 
 def command_line_defaults(argv: Sequence[str], slot_ranks: Sequence[int] = ()) -> list[str]:
@@ -49,5 +52,5 @@ def command_line_defaults(argv: Sequence[str], slot_ranks: Sequence[int] = ()) -
     for name, value in engine_defaults(imports.model_path_of(argv), "--lora-paths" in given, slot_ranks).items():
         flag = "--" + name.replace("_", "-")
         if flag not in given:
-            flags += [flag] if value is True else [flag, *(value if isinstance(value, list) else [str(value)])]
+            flags += [flag] if value is True else [flag, *map(str, value if isinstance(value, list) else [value])]
     return flags

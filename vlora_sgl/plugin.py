@@ -24,6 +24,7 @@ REPLACEMENTS: dict[str, str] = {
     "LoRAManager": "vlora_sgl.mixes.manager:MixingLoRAManager",
     "TokenizerManager": "vlora_sgl.managers.tokenizer_manager:VLoraTokenizerManager",
     "ModelRunner": "vlora_sgl.model_executor.model_runner:VLoraModelRunner",
+    "PrefillCudaGraphRunner": "vlora_sgl.model_executor.graph_runner:VLoraPrefillCudaGraphRunner",
 }
 
 # SGLang's method -> the function of ours that wraps it, called as f(original, *args, **kwargs).

@@ -105,8 +105,8 @@ class VLoraArgs:
     )
 
     vision_graphs: int = _flag(
-        0,
-        "image sizes whose encoder is kept as a CUDA graph, 0 for none; experimental, see docs/prefix_cache.md",
+        16,
+        "image sizes whose encoder is kept as a CUDA graph, 0 for none (docs/prefix_cache.md)",
         type=int,
         metavar="SIZES",
     )

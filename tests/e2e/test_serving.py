@@ -73,19 +73,44 @@ def test_mixed_batch_equals_single_runs_and_peft(server: Server, reference: Refe
 def test_images_of_one_size_replay_the_encoders_graph(server: Server, reference: Reference) -> None:
     """Two sizes of as many patches in turn: each has a graph of its own, and every answer is transformers'."""
 
-    def replays() -> int:
-        state = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]
-        return int(state["vlora"]["encoder"].get("graph_replays", -1))
-
-    if (before := replays()) < 0:
-        pytest.skip("start the server with --vlora-vision-graphs 16")
+    before = graph_state(server)
     for seed in range(20, 28):
         for size in ((112, 112), (56, 224)):
             image = picture(seed).resize(size)
             text = prompt(QUESTION, image=True)
             answer = server.generate(text=text, lora_path=None, image_data=encoded(image))
             assert answer["output_ids"] == reference.generate(text, None, image)
-    assert replays() - before >= 8
+    after = graph_state(server)
+    assert after["encoder"]["graph_replays"] - before["encoder"].get("graph_replays", 0) >= 8
+    if after["prefill_graphs"] is not None:
+        assert after["prefill_graphs"] - before["prefill_graphs"] == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(is_plain_cpu(), reason="the prefill's CUDA graphs")
+def test_prefills_of_all_lengths_replay_graphs(server: Server, reference: Reference) -> None:
+    """Alone and several at once, with prefixes in the cache and without; each answer is transformers'."""
+    if graph_state(server)["prefill_graphs"] is None:
+        pytest.skip("start the server with --cuda-graph-backend-prefill breakable")
+    texts = [prompt(QUESTION * n) for n in (1, 1, 2, 5)]
+    names = ["A", None, "B", "A"]
+    expected = [reference.generate(text, name) for text, name in zip(texts, names, strict=True)]
+    before = graph_state(server)["prefill_graphs"]
+    for _ in range(2):
+        server.flush()
+        for text, name, answer in zip(texts, names, expected, strict=True):
+            assert server.generate(text=text, lora_path=name)["output_ids"] == answer
+        server.flush()
+        rows = server.generate(text=texts, lora_path=names)
+        assert [row["output_ids"] for row in rows] == expected
+        again = server.generate(text=texts, lora_path=names)
+        assert [row["output_ids"] for row in again] == expected
+    assert graph_state(server)["prefill_graphs"] - before >= 12
+
+
+def graph_state(server: Server) -> dict[str, Any]:
+    """What the server says of its CUDA graphs, among other things."""
+    return requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]["vlora"]
 
 
 def test_second_round_about_an_image_finds_it_cached(server: Server, reference: Reference) -> None:

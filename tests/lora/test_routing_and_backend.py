@@ -124,8 +124,8 @@ def test_a_refresh_reuses_its_buffers_and_costs_the_host_little():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("rows", [24, 80])
-def test_a_replay_follows_refreshed_tables_without_allocating_or_waiting(rows):
+@pytest.mark.parametrize(("rows", "block"), [(24, None), (80, None), (300, 64)])
+def test_a_replay_follows_refreshed_tables_without_allocating_or_waiting(rows, block):
     from vlora_sgl.kernels.atmm import atmm_linear, make_routing
     from vlora_sgl.lora.backend import GraphTables
 
@@ -133,7 +133,7 @@ def test_a_replay_follows_refreshed_tables_without_allocating_or_waiting(rows):
     options = {"device": "cuda", "dtype": torch.bfloat16}
     a, b = torch.randn(4, 32, 64, **options), torch.randn(4, 96, 16, **options)
     x, w = torch.randn(rows, 64, **options), torch.randn(96, 64, **options)
-    tables = GraphTables(rows, range(4), torch.device("cuda"))
+    tables = GraphTables(rows, range(4), torch.device("cuda"), block)
     tables.refresh([((), rows)], ranks, scalings)
     view = tables.routing(rows)
     atmm_linear(x, w, None, a, b, view, offsets)

@@ -114,7 +114,8 @@ class HeadWorker(_sgl.TpModelWorker):
         return result
 
     def _hook(self) -> None:
-        """Keep the hidden states that go into the logits processor, while capturing. Prefill is never replayed."""
+        """Keep the hidden states that go into the logits processor, while capturing. It runs eagerly, after
+        a replayed prefill too."""
         if self._hooked:
             return
         processor = self.model_runner.model.logits_processor

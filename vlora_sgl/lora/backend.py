@@ -1,6 +1,6 @@
 """SGLang's LoRA backend ``atmm``: keeps the batch's routing and runs the operator for the layers of ``lora.layers``.
 
-Decode graphs read their routing from tensors allocated once; ``prepare_lora_batch`` refreshes them in place with one
+Captured graphs read their routing from tensors allocated once; ``prepare_lora_batch`` refreshes them in place with one
 copy, so a replay allocates nothing and never waits for the host.
 """
 
@@ -29,6 +29,7 @@ from vlora_sgl.kernels.atmm.routing import (
 from vlora_sgl.lora.routing import Run, groups_of
 
 GRAPH_PAIRS = 2
+MANY_ROWS = 256  # of a prefill: groups of rows are taken to fill large tiles
 _ALIGN = 16  # 4-byte words: each table of the shared buffer starts at a 64-byte boundary
 
 
@@ -39,29 +40,36 @@ class Batch:
     Attributes:
         routing: the operator's tables.
         in_graph: whether a captured graph will read them, so that no launch may be left out for want of adapters.
+        prefill: whether that is a graph of a prefill.
         has_active_lora: set and read by SGLang.
     """
 
     routing: Routing
     in_graph: bool
+    prefill: bool = False
     has_active_lora: bool = False
 
 
 class GraphTables:
-    """Routing tables at fixed addresses, for every batch size up to ``max_rows``, refreshed by one copy.
+    """Routing tables at fixed addresses, for every number of rows up to ``max_rows``, refreshed by one copy.
 
     The words of all tables lie in one int32 buffer: the list of active slots, and the gate table (dense kernels) or
     the row tiles (grouped kernels, more rows). A refresh writes a pinned host buffer, one of a ring, and copies it; it
     allocates nothing on the device and waits for the device only if that lags a whole ring behind.
+
+    Args:
+        max_rows: rows of the largest graph.
+        places: index of each slot in the pool tensors.
+        block: rows per tile of the grouped kernels; by default what suits decode.
     """
 
     RING = 4
 
-    def __init__(self, max_rows: int, places: Sequence[int], device: torch.device) -> None:
+    def __init__(self, max_rows: int, places: Sequence[int], device: torch.device, block: int | None = None) -> None:
         self.places, self.max_rows, self.device = tuple(places), max_rows, device
         slots = self.slots = len(places)
         self.dense_rows = min(max_rows, DENSE_MAX_ROWS) if is_dense(1, slots) else 0
-        self.block = TILE_ROWS[slots <= DENSE_MAX_SLOTS]  # many slots, few rows each
+        self.block = block or TILE_ROWS[slots <= DENSE_MAX_SLOTS]  # many slots, few rows each
         self.max_tiles = self._most_tiles(max_rows) if max_rows > self.dense_rows else 0
         sizes = {
             "active": 2 + 2 * slots,
@@ -176,11 +184,12 @@ class AtmmBackend(_sgl.BaseLoRABackend):
     """The operator behind SGLang's interface. Adapters on embeddings, lm_head and MoE experts are refused."""
 
     name = "atmm"
-    supports_prefill_cuda_graph = False
+    supports_prefill_cuda_graph = True
 
     def __init__(self, max_loras_per_batch: int, device: torch.device, **_: Any) -> None:
         super().__init__(max_loras_per_batch, torch.device(device))
         self.graph_tables: GraphTables | None = None
+        self.prefill_tables: dict[int, GraphTables] = {}
         self.places: Sequence[int] = range(max_loras_per_batch)  # of each slot in the pools; the manager's, if others
 
     # One batch
@@ -189,6 +198,17 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         """Allocate what captured decode graphs read."""
         rows = max_bs_in_cuda_graph * num_tokens_per_req
         self.graph_tables = GraphTables(rows, self.places, self.device)
+
+    def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int) -> None:
+        """Take batches of up to so many tokens for captured prefill graphs; a size gets its tables when captured."""
+        self.prefill_cuda_graph_max_bs = self.prefill_cuda_graph_max_tokens = max_num_tokens
+
+    def _tables_of_prefill(self, tokens: int) -> GraphTables:
+        """The tables that the graph of a prefill of this many tokens reads."""
+        if tokens not in self.prefill_tables:
+            block = TILE_ROWS[True] if tokens >= MANY_ROWS else None
+            self.prefill_tables[tokens] = GraphTables(tokens, self.places, self.device, block)
+        return self.prefill_tables[tokens]
 
     def prepare_lora_batch(
         self,
@@ -200,6 +220,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         use_prefill_cuda_graph: bool = False,
         *,
         runs: Sequence[Run] | None = None,
+        prefill_tokens: int | None = None,
     ) -> None:
         """Set the routing of the forward that follows.
 
@@ -208,26 +229,29 @@ class AtmmBackend(_sgl.BaseLoRABackend):
             weight_indices: slot of every request, where ``runs`` is not given.
             lora_ranks, scalings: per slot, 0 for slots that hold no adapter.
             use_cuda_graph: the forward replays (or captures) a decode graph.
-            use_prefill_cuda_graph: must be false; ``supports_prefill_cuda_graph`` says so to SGLang.
+            use_prefill_cuda_graph: SGLang's word for it; ours is ``prefill_tokens``.
             runs: the routing, for every mode: rows in order with their (slot, weight) pairs.
+            prefill_tokens: size of the prefill graph that the forward replays (or captures), if it does.
 
         Raises:
             ValueError: a row is routed to a slot that holds no adapter.
         """
-        assert not use_prefill_cuda_graph
         if runs is None:
             extend = forward_batch.forward_mode.is_extend()
             lengths = forward_batch.extend_seq_lens_cpu if extend else [1] * forward_batch.batch_size
             own = [((slot, 1.0),) if lora_ranks[slot] > 0 else () for slot in weight_indices]
             runs = list(zip(own, map(int, lengths), strict=True))
-        if use_cuda_graph:
+        if prefill_tokens is not None:
+            routing = self._tables_of_prefill(prefill_tokens).refresh(runs, lora_ranks, scalings)
+        elif use_cuda_graph:
             if self.graph_tables is None:
                 raise RuntimeError("a decode graph was announced before init_cuda_graph_batch_info")
             routing = self.graph_tables.refresh(runs, lora_ranks, scalings)
         else:
             groups, rows = groups_of(runs)
             routing = make_routing(groups, rows, lora_ranks, scalings, self.device, places=self.places)
-        self.batch_info = Batch(routing, use_cuda_graph)
+        prefill = prefill_tokens is not None
+        self.batch_info = Batch(routing, use_cuda_graph or prefill, prefill)
 
     # The operator
 

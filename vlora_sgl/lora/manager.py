@@ -44,10 +44,12 @@ class VLoraManager(_sgl.LoRAManager):
         plan: the plan of the batch that runs next.
         switcher: the mode switch, or ``None`` when nothing may or can be folded.
         incoming: adapters that were read but not yet taken over, by id; empty between loads.
+        prefill_graphs: the runner of captured prefills, if there is one.
     """
 
     plan = BatchPlan(requests=(), mode=InferenceMode.UNMERGED)
     switcher: ModeSwitcher | None = None
+    prefill_graphs: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._routed = kwargs.get("lora_backend") == ROUTED_BACKEND
@@ -280,11 +282,12 @@ class VLoraManager(_sgl.LoRAManager):
             UnknownAdapterError: a row's adapter holds no slot.
         """
         variant = _sgl.capture_mode.get_capture_lora_variant() if _sgl.capture_mode.get_is_capture_mode() else None
+        variant = variant or (self.prefill_graphs and self.prefill_graphs.variant)
         if variant is None and self.device.type == "cuda":
             self._forward_stream = torch.cuda.current_stream()
         if variant == "lora":
             # Captured with metadata of base rows; replays refresh it in place.
-            self._route(forward_batch, [((), self._rows_of(forward_batch)[0])] * forward_batch.batch_size)
+            self._route(forward_batch, [((), rows) for rows in self._rows_of(forward_batch)])
             return
         if variant == "nolora":
             self.lora_backend.reset_batch_state()
@@ -344,6 +347,7 @@ class VLoraManager(_sgl.LoRAManager):
             lora_ranks=ranks,
             scalings=scalings,
             use_cuda_graph=self._in_graph(forward_batch),
+            prefill_tokens=self.prefill_graphs and self.prefill_graphs.tokens_of(forward_batch),
         )
 
     def _in_graph(self, forward_batch: Any) -> bool:

@@ -191,7 +191,8 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
 
     def vlora_state(self) -> dict[str, Any]:
         """What ``/server_info`` shows about us: JSON scalars, lists and dicts only."""
-        graphs = self.tp_worker.model_runner.vision_graphs
+        runner = self.tp_worker.model_runner
+        graphs = runner.vision_graphs
         return {
             "scheduler": type(self).__name__,
             "mode": self.vlora_args.mode,
@@ -201,6 +202,7 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
             **(self.lora_manager.mode_state() if self.lora_manager is not None else {}),
             "reuse": self.reuse_state(),
             "encoder": {**self.encoder_cache.state(), **(graphs.state() if graphs is not None else {})},
+            "prefill_graphs": getattr(runner.prefill_cuda_graph_runner, "replays", None),
             "heads": self.head_totals,
             "adapters": self.lora_manager.adapter_state() if self.lora_manager is not None else {},
             "pool": self.lora_manager.pool_state() if self.lora_manager is not None else None,

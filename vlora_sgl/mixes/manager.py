@@ -184,6 +184,10 @@ class MixingLoRAManager(DescribedLoRAManager):
         rows = self.mix_tables.max_rows if self.mix_tables is not None else 0
         return forward_batch.batch_size > rows and self.has_mix(forward_batch.lora_ids)
 
+    def can_use_prefill_cuda_graph(self, forward_batch: Any) -> bool:
+        """SGLang's verdict; a prefill with mixes runs eagerly, because its tiles depend on what the router says."""
+        return super().can_use_prefill_cuda_graph(forward_batch) and not self.has_mix(forward_batch.lora_ids)
+
     def has_mix(self, adapters: Iterable[AdapterId] | None) -> bool:
         """Whether any of these is a mix."""
         return bool(self.mixes) and any(adapter in self.mixes for adapter in adapters or ())
@@ -196,7 +200,7 @@ class MixingLoRAManager(DescribedLoRAManager):
         if self.mix_tables is None or batch is None or _sgl.capture_mode.get_is_capture_mode():
             return
         if batch.in_graph:
-            if forward_batch.batch_size > self.mix_tables.max_rows:
+            if batch.prefill or forward_batch.batch_size > self.mix_tables.max_rows:
                 return
             indices = [self.mixes[a].index if a in self.mixes else -1 for a in forward_batch.lora_ids]
             named = {a for a in forward_batch.lora_ids if a in self.mixes}
@@ -246,7 +250,7 @@ class MixingLoRAManager(DescribedLoRAManager):
             return
         _, x, forward_batch, *_ = (*args, *kwargs.values())
         if batch.in_graph:
-            if x.shape[0] <= tables.max_rows:
+            if not batch.prefill and x.shape[0] <= tables.max_rows:
                 tables.route_decode(
                     batch.routing.gates, x, forward_batch.input_ids, forward_batch.req_pool_indices,
                     forward_batch.seq_lens, forward_batch.out_cache_loc,

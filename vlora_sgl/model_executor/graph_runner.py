@@ -1,12 +1,17 @@
-"""Decode graphs in two variants: without LoRA kernels ("nolora"), and with them ("lora").
+"""CUDA graphs in two variants: without LoRA kernels ("nolora"), and with them ("lora").
 
-SGLang 0.5.17 can capture both but nothing in it asks for that. A batch that runs on the weights as they are (all rows
-of the folded adapter, or all base on pristine weights) replays the first, at the speed of a model without LoRA; an
-unmerged or mixture batch replays the second, whose metadata was refreshed in place.
+A batch that runs on the weights as they are (all rows of the folded adapter, or all base on pristine weights) replays
+the first, at the speed of a model without LoRA; an unmerged or mixture batch replays the second, whose metadata was
+refreshed in place. SGLang 0.5.17 can capture both for decode but nothing in it asks for that; of a prefill it knows
+one variant, and for models that see it captures none.
+
+A prefill's graphs are pieces of the decoder between its attentions, which run eagerly. Without them a short prefill
+takes as long as the host needs for its launches.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from vlora_sgl import _sgl
@@ -29,3 +34,68 @@ class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
         if self.model_runner.lora_manager.exceeds_graph(forward_batch):
             return False
         return super().can_run_graph(forward_batch)
+
+
+class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
+    """SGLang's prefill graph runner, with a graph of either variant for each number of tokens.
+
+    Attributes:
+        variant: what is being captured; ``None`` otherwise.
+        replays: prefills that were replayed.
+    """
+
+    variant: str | None = None
+    replays = 0
+
+    def __init__(self, model_runner: Any) -> None:
+        if model_runner.server_args.enable_lora:
+            model_runner.lora_manager.prefill_graphs = self
+        super().__init__(model_runner)
+
+    def capture_one_shape(self, size: int, *, prefix_num_chunks: int = 0) -> None:
+        """SGLang's capture, twice: it prepares the batch by the LoRA manager, which asks for ``variant``."""
+        if not self._capture_lora or prefix_num_chunks:
+            super().capture_one_shape(size, prefix_num_chunks=prefix_num_chunks)
+            return
+        capture = self.backend.capture_one
+
+        def capture_variant(key: Any, *args: Any, **kwargs: Any) -> None:
+            capture(replace(key, variant_label=self.variant), *args, **kwargs)
+
+        self.backend.capture_one = capture_variant
+        try:
+            for self.variant in ("lora", "nolora"):
+                super().capture_one_shape(size)
+        finally:
+            self.variant = None
+            del self.backend.capture_one
+
+    def execute(self, forward_batch: Any, **kwargs: Any) -> Any:
+        """SGLang's replay, counted."""
+        self.replays += 1
+        return super().execute(forward_batch, **kwargs)
+
+    def _execute_body_capture(
+        self,
+        forward_batch: Any,
+        static_forward_batch: Any,
+        static_num_tokens: int,
+        raw_num_tokens: int,
+        shape_key: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self._capture_lora and shape_key.variant_label is None:
+            pure = self.model_runner.lora_manager.lora_backend.batch_info is None
+            shape_key = replace(shape_key, variant_label="nolora" if pure else "lora")
+        return super()._execute_body_capture(
+            forward_batch, static_forward_batch, static_num_tokens, raw_num_tokens, shape_key, **kwargs
+        )
+
+    def tokens_of(self, forward_batch: Any) -> int | None:
+        """Tokens of the graph that this batch captures or will replay; ``None`` if it runs eagerly or decodes."""
+        tokens = len(forward_batch.input_ids)
+        if self.variant is not None:
+            return tokens
+        if not forward_batch.forward_mode.is_extend() or not self.can_run_graph(forward_batch):
+            return None
+        return int(self._pad_to_bucket(tokens, self.capture_num_tokens))
