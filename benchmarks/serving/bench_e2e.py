@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from benchmarks.serving.replay import replay, summarize
@@ -300,25 +301,37 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Latency per token over the rate, one panel per skew."""
+    """Latency (per token, or of a request where heads answer) over the rate, a panel per skew; bars of a single rate."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    skews = sorted({r["skew"] for r in rows})
-    figure, axes = pyplot.subplots(1, len(skews), figsize=(3.6 * len(skews) + 1, 3.4), sharey=True, squeeze=False)
+    skews, rates = sorted({r["skew"] for r in rows}), sorted({r["rate"] for r in rows})
+    systems = list(dict.fromkeys(r["system"] for r in rows))
+    metric, name = ("mean_latency", "request") if any(r["heads"] for r in rows) else ("token_latency", "token")
+    figure, axes = pyplot.subplots(
+        1, len(skews), figsize=(4.2 * len(skews) + 2.5, 3.2), sharey=True, squeeze=False, layout="constrained"
+    )
     for axis, skew in zip(axes[0], skews, strict=True):
-        for system in dict.fromkeys(r["system"] for r in rows):
-            line = sorted(
-                (r["rate"], 1e3 * r["token_latency"]) for r in rows if (r["system"], r["skew"]) == (system, skew)
-            )
-            axis.plot(*zip(*line, strict=True), marker="o", markersize=4, label=SYSTEMS[system].says)
-        axis.set(title=f"{skew:.0%} to the hottest adapter", xlabel="requests per second", yscale="log")
+        cells = {(r["system"], r["rate"]): 1e3 * r[metric] for r in rows if r["skew"] == skew}
+        axis.set_title(f"{skew:.0%} to the hottest adapter")
         axis.grid(alpha=0.3, which="both")
-    axes[0][0].set_ylabel("latency per token, ms")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
+        for system in systems:
+            line = [(rate, cells[system, rate]) for rate in rates if (system, rate) in cells]
+            if len(rates) == 1 and line:
+                axis.bar_label(axis.barh(fill(SYSTEMS[system].says, 32), line[0][1]), fmt="%.1f", padding=2)
+            elif line:
+                axis.plot(*zip(*line, strict=True), marker="o", markersize=4, label=SYSTEMS[system].says)
+        if len(rates) == 1:
+            axis.invert_yaxis()
+            axis.margins(x=0.15)
+            axis.set_xlabel(f"latency per {name}, {rates[0]:g} requests a second, ms")
+        else:
+            axis.set(xlabel="requests per second", yscale="log")
+    if len(rates) > 1:
+        axes[0][0].set_ylabel(f"latency per {name}, ms")
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", fontsize=7)
     figure.savefig(path, dpi=110)
 
 
