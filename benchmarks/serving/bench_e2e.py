@@ -301,7 +301,7 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Latency (per token, or of a request where heads answer) over the rate, a panel per skew; bars of a single rate."""
+    """Latency (per token; of a request where heads answer) over the rate, a panel per skew; bars of a single rate."""
     import matplotlib
 
     matplotlib.use("Agg")
