@@ -1,0 +1,183 @@
+"""All figures of a GPU machine in one command: the benchmarks in lanes, one a card, within a time.
+
+    python -m benchmarks.campaign --minutes 9 --out runs/gpu          # what fits, in the order of JOBS
+    python -m benchmarks.campaign --only smoke reuse scale --minutes 9 --out runs/gpu
+    python -m benchmarks.campaign --list
+
+Times of eager prefills and of HTTP are the host's: such jobs run alone, the others beside each other. Every job runs
+in a process group of its own, which is killed at the job's limit. A job writes ``OUT/NAME.log``; all figures go to
+``OUT/summary.json``, which ``python -m benchmarks.summary --merge OUT/summary.json`` takes over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.summary import merge
+
+
+@dataclass(frozen=True)
+class Job:
+    """A benchmark.
+
+    Attributes:
+        name: what ``--only`` calls it.
+        command: what Python runs, after ``-m``; ``{out}`` is the output folder. ``--summary`` is added.
+        seconds: after which it is killed; about twice what it takes with compiled kernels.
+        cards: how many it needs.
+        alone: whether others would disturb it.
+        records: whether it takes ``--summary``.
+    """
+
+    name: str
+    command: str
+    seconds: float
+    cards: int = 1
+    alone: bool = False
+    records: bool = True
+
+
+SERVING, KERNELS = "benchmarks.serving", "benchmarks.kernels"
+JOBS = (
+    Job("smoke", f"{SERVING}.smoke_gpu", 240, records=False),
+    Job(
+        "reuse", f"{SERVING}.bench_reuse --heads --seconds 1 --systems ours --adapters 8 --limit 140", 150, alone=True
+    ),
+    Job(
+        "retrieval",
+        f"{SERVING}.bench_e2e --skews .6 --rates 8 --seconds 15 --together 2 --out {{out}}",
+        200,
+        alone=True,
+    ),
+    Job(
+        "video",
+        f"{SERVING}.bench_e2e --workload video --heads --skews .6 --rates 4 8 --seconds 15 --together 2 --out {{out}}",
+        200,
+        alone=True,
+    ),
+    Job("scale", f"{SERVING}.bench_scale throughput loss --out {{out}}/scale", 270, cards=2, alone=True),
+    Job("tp", f"{SERVING}.bench_tp --switches --rounds 3", 200, cards=2),
+    Job("step", f"{KERNELS}.bench_step --limit 290", 300),
+    Job("modes", f"{SERVING}.bench_modes --rank 64 --rounds 2", 240),
+    Job("atmm", f"{KERNELS}.bench_atmm --quick --workers 8", 180),
+    Job("routing", f"{KERNELS}.bench_routing", 180),
+    Job("switch", f"{KERNELS}.bench_switch", 60),
+)
+
+
+class Campaign:
+    """Runs jobs until the time is up.
+
+    Args:
+        out: folder of logs and figures.
+        cards: indices of the CUDA devices.
+        until: ``time.monotonic()`` at which everything ends.
+    """
+
+    LEAST = 20.0
+    """Seconds that must be left for a job to begin."""
+
+    def __init__(self, out: Path, cards: Sequence[int], until: float) -> None:
+        self.out, self.cards, self.until = out, list(cards), until
+        self.results: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """The jobs that run alone first, in their order; then the others, a lane for each card."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        for job in jobs:
+            if job.cards > len(self.cards):
+                self._say(job, f"left out: needs {job.cards} cards")
+        left = [job for job in jobs if job.cards <= len(self.cards)]
+        for job in [job for job in left if job.alone or job.cards > 1]:
+            self._run_one(job, self.cards[: job.cards])
+        shared = iter([job for job in left if not job.alone and job.cards == 1])
+
+        def lane(card: int) -> None:
+            while True:
+                with self._lock:
+                    job = next(shared, None)
+                if job is None:
+                    return
+                self._run_one(job, [card])
+
+        lanes = [threading.Thread(target=lane, args=(card,)) for card in self.cards]
+        for thread in lanes:
+            thread.start()
+        for thread in lanes:
+            thread.join()
+
+    def _run_one(self, job: Job, cards: Sequence[int]) -> None:
+        limit = min(job.seconds, self.until - time.monotonic())
+        if limit < self.LEAST:
+            self._say(job, "left out: no time")
+            return
+        summary = self.out / f"{job.name}.summary.json"
+        command = [sys.executable, "-m", *shlex.split(job.command.format(out=self.out))]
+        command += ["--summary", str(summary)] if job.records else []
+        threads = max(1, (os.cpu_count() or 1) // (2 * len(self.cards)))
+        env = {"OMP_NUM_THREADS": str(threads), **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, cards))}
+        began = time.monotonic()
+        with (self.out / f"{job.name}.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+            try:
+                ended = f"status {process.wait(limit)}"
+            except subprocess.TimeoutExpired:
+                ended = "stopped"
+                end_group(process)
+        if summary.exists():
+            with self._lock:
+                merge(summary, self.out / "summary.json")
+        self._say(job, f"{ended} after {time.monotonic() - began:.0f} s")
+
+    def _say(self, job: Job, text: str) -> None:
+        self.results[job.name] = text
+        print(f"{job.name}: {text}", flush=True)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process group to end, then kill it."""
+    for number, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run them. Returns 1 if a job failed or there was no time for one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[job.name for job in JOBS], help="these, in this order")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
+    parser.add_argument("--list", action="store_true", help="what there is")
+    args = parser.parse_args(argv)
+    if args.list:
+        for job in JOBS:
+            needs = f"{job.cards} card{'s' * (job.cards > 1)}{', alone' * job.alone}"
+            print(f"{job.name:10s} at most {job.seconds:.0f} s, {needs}: {job.command}")
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no CUDA device", file=sys.stderr)
+        return 2
+    by_name = {job.name: job for job in JOBS}
+    campaign = Campaign(args.out, range(torch.cuda.device_count()), time.monotonic() + 60 * args.minutes)
+    campaign.run([by_name[name] for name in args.only] if args.only else JOBS)
+    return int(any(not result.startswith("status 0") for result in campaign.results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
