@@ -50,6 +50,7 @@ class FixedTable(TilingTable):
 def tiles(split: int) -> FixedTable:
     return FixedTable(
         linear=Tile(16, 32, 32, split, 4, 2),
+        linear_shrink=Tile(16, 16, 32, split, 4, 2),
         shrink=Tile(16, 16, 32, split, 4, 2),
         expand=Tile(16, 32, 0, 1, 4, 3),
         grouped_shrink=Tile(16, 32, 32, split, 4, 2),
@@ -296,7 +297,7 @@ def test_both_lookups_of_a_linear_cost_the_host_under_five_microseconds():
     table, b = TilingTable({}), torch.zeros(1, 6, 4)
 
     def look_up() -> None:
-        _tiles("shrink", "linear", b, 8, 1, route, table)
+        _tiles("linear_shrink", "linear", b, 8, 1, route, table)
 
     look_up()
     assert min(timeit.repeat(look_up, number=200, repeat=20)) / 200 < 5e-6

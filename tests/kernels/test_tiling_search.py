@@ -28,11 +28,11 @@ def test_a_model_has_one_key_for_each_job_and_partners_come_first():
     keys = [job.key for job in JOBS]
     assert len(set(keys)) == len(keys)
     first = [(job.op, job.projection.name) for job in JOBS if job.rows == 32 and job.rank == 64]
-    assert first.index(("shrink", "qkv_proj")) < first.index(("linear", "qkv_proj"))
+    assert first.index(("linear_shrink", "qkv_proj")) < first.index(("linear", "qkv_proj"))
 
 
 def test_the_shipped_table_has_the_decode_tiles_of_a_7b_shape():
     path = TABLES / f"{tiling.table_name('NVIDIA H200', '3.6.0')}.json"
     table = TilingTable.load(path)
-    wanted = {job.key for job in JOBS if job.rows == 32 and job.op in ("shrink", "linear")}
+    wanted = {job.key for job in JOBS if job.rows == 32 and job.op in ("linear_shrink", "linear")}
     assert wanted <= table.exact.keys()

@@ -21,7 +21,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tiling_tables"
-OPS = ("linear", "shrink", "expand", "grouped_shrink", "grouped_expand", "grouped_write")
+OPS = ("linear", "linear_shrink", "expand", "grouped_shrink", "grouped_expand", "grouped_write", "shrink")
+"""``linear_shrink`` runs beside the base GEMM of ``linear`` and must leave it room; ``shrink`` runs alone, before
+``expand``, where it must fill the chip."""
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 # Field -> bits, most significant first: 128 in all.
 FIELDS = {"op": 8, "dtype": 8, "pairs": 8, "rank": 16, "rows": 8, "slots": 8, "parts": 8, "n": 32, "k": 32}
@@ -141,11 +143,13 @@ class TilingTable:
 
 def default_tile(fields: Mapping[str, int]) -> Tile:
     """The tile where no table has an entry of the operation: what a search on an H100 chose most often."""
-    rows, wide = 1 << fields["rows"], fields["n"] >= 16384
+    rows, wide, deep = 1 << fields["rows"], fields["n"] >= 16384, fields["k"] >= 8192
+    low = max(16, fields["parts"] * fields["rank"])
     block_m = min(max(16, rows), 64)
     return {
         "linear": Tile(block_m, 64, 128, 2, 4, 4),
-        "shrink": Tile(block_m, 32, 256, 4, 4, 3),
+        "linear_shrink": Tile(block_m, 32, 256, 4, 4, 3),
+        "shrink": Tile(block_m, min(64 if deep else 32, 1 << bucket(low)), 256, 16 if deep else 7, 4, 3),
         "expand": Tile(block_m, 128 if wide else 32, 0, 1, 4, 4),
         "grouped_shrink": Tile(64, 64 * min(2, fields["pairs"]), 64, 1 if rows >= 4096 else 4, 4, 4),
         "grouped_expand": Tile(64, 128, 0, 1, 4, 2, run=4 if wide else 1),

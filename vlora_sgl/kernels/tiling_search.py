@@ -40,8 +40,9 @@ READ_RATE = 3.0e12  # bytes per second from device memory, and from L2: the roof
 CACHE_RATE = 5.5e12
 SHARED_BYTES = 227 << 10
 PARTNER = {
-    "linear": "shrink",
-    "shrink": "linear",
+    "linear": "linear_shrink",
+    "linear_shrink": "linear",
+    "shrink": "expand",
     "expand": "shrink",
     "grouped_shrink": "grouped_write",
     "grouped_write": "grouped_shrink",
@@ -114,14 +115,15 @@ def bytes_and_flops(job: Job) -> tuple[float, float]:
     x, y, h = job.rows * p.k, job.rows * p.n, job.rows * job.pairs * low
     elements = {
         "linear": x + y + a + b + p.n * p.k,
-        "shrink": x + y + a + b + p.n * p.k,
+        "linear_shrink": x + y + a + b + p.n * p.k,
+        "shrink": x + a + h,
         "expand": h + b + 2 * y,
         "grouped_shrink": x + a + h,
         "grouped_expand": h + b + 2 * y,
         "grouped_write": h + b + y,
     }[job.op]
     flops = 2.0 * job.rows * job.pairs * {"s": low * p.k, "e": job.rank * p.n}["s" if "shrink" in job.op else "e"]
-    if job.op in ("linear", "shrink"):
+    if job.op in ("linear", "linear_shrink"):
         flops = 2.0 * job.rows * (p.n * p.k + job.pairs * (low * p.k + job.rank * p.n))
     return float(elements * size), flops
 
@@ -227,7 +229,11 @@ class Case:
         self.y = [rand(job.rows, p.n) for _ in range(self.copies)]
         self.a = [rand(job.slots, parts * job.rank, p.k).mul_(p.k**-0.5) for _ in range(self.copies)]
         self.b = [rand(job.slots, p.n, job.rank).mul_(job.rank**-0.5) for _ in range(self.copies)]
-        self.w = [rand(p.n, p.k).mul_(p.k**-0.5) for _ in range(self.copies)] if job.op in ("linear", "shrink") else []
+        self.w = (
+            [rand(p.n, p.k).mul_(p.k**-0.5) for _ in range(self.copies)]
+            if job.op in ("linear", "linear_shrink")
+            else []
+        )
         rows = np.arange(job.rows, dtype=np.int32)
         groups = []
         for s, own in enumerate(np.array_split(rows, min(job.slots, job.rows))):
@@ -247,8 +253,10 @@ class Case:
         other = other or tiling.default_tile(tiling.unpack(replace(job, op=PARTNER[job.op]).key))
         if job.op == "linear":
             return launch.dense(*args, other, tile, weight=self.w[i])
-        if job.op == "shrink":
+        if job.op == "linear_shrink":
             return launch.dense(*args, tile, other, weight=self.w[i])
+        if job.op == "shrink":
+            return launch.dense(*args, tile, other)
         if job.op == "expand":
             return launch.dense(*args, other, tile)
         if job.op == "grouped_shrink":
@@ -280,7 +288,7 @@ def error_ratio(case: Case, run: Callable[[int], torch.Tensor]) -> float:
     """max |out - float64| over torch's own same-dtype error, on poisoned outputs where the operation writes them."""
     job, offsets = case.job, case.job.projection.offsets
     x, a, b = case.x[0], case.a[0], case.b[0]
-    writes = job.op in ("linear", "shrink", "grouped_write", "grouped_shrink")
+    writes = job.op in ("linear", "linear_shrink", "grouped_write", "grouped_shrink")
     start = torch.zeros_like(case.y[0]) if writes else case.y[0].clone()
     if case.w:
         exact, own = x.double() @ case.w[0].double().T, F.linear(x, case.w[0])
@@ -328,7 +336,7 @@ def jobs_of(
     """The keys of a model, decode before prefill, each operation's expand before what needs it."""
     for count, s, rank, p in itertools.product(rows, slots, ranks, shapes):
         if count <= DENSE_MAX_ROWS:
-            for op in ("shrink", "linear", "expand"):
+            for op in ("linear_shrink", "linear", "shrink", "expand"):
                 yield Job(op, p, rank, count, s, 1, dtype)
         else:
             for op in ("grouped_shrink", "grouped_write", "grouped_expand"):

@@ -126,7 +126,7 @@ def atmm_linear(
     launch.check(y, x, a, b, routing, offsets)
     parts = len(offsets) - 1
     if routing.gates is not None:
-        shrink, expand = _tiles("shrink", "linear", b, x.shape[1], parts, routing, table)
+        shrink, expand = _tiles("linear_shrink", "linear", b, x.shape[1], parts, routing, table)
         return launch.dense(y, x, a, b, routing, offsets, shrink, expand, weight, bias)
     if routing.touched is not None and routing.touched < WRITE_FIRST_SHARE * routing.rows:
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
