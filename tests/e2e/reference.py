@@ -14,6 +14,7 @@ from PIL import Image
 
 from vlora_sgl.heads import Grid, load_heads
 from vlora_sgl.heads.worker import merge_images
+from vlora_sgl.platforms.cpu import is_plain_cpu
 
 IMAGE_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -36,7 +37,11 @@ def question(text: str, images: int = 1) -> str:
     return f"<|im_start|>user\n{IMAGE_MARK * images}{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def assert_close(found: Any, wanted: Any, tolerance: float = 2e-3) -> None:
+ROUNDING = 1.0 if is_plain_cpu() else 10.0
+"""A GPU serves in float16 what the reference computes in float32."""
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float = 2e-3 * ROUNDING) -> None:
     """Equal but for rounding of the numbers inside."""
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys()
