@@ -28,8 +28,9 @@ AFTER = 3
 REMEMBERED = 512
 """Sizes that are counted at a time."""
 
-MAX_PATCHES = 8192
-"""Larger inputs keep the device busy longer than their launches keep the host."""
+MAX_PATCHES = 2048
+"""Of 512 image tokens. Larger inputs keep the device busy about as long as their launches keep the host; with 4,096
+patches a run on an H200 was slower with graphs, for a reason that is not known."""
 
 Key = tuple[tuple[int, ...], ...]
 
