@@ -269,6 +269,18 @@ def test_addresses_beyond_two_to_the_31_elements():
         assert (out.double() - exact).abs().max() < 0.01 * exact.abs().max()
 
 
+@pytest.mark.parametrize("shared", [48 << 10, 99 << 10, 227 << 10])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_tile_is_cut_down_to_the_devices_shared_memory(shared, size):
+    for tile in (Tile(64, 64, 256, 16, 4, 3), Tile(32, 64, 128, 5, 4, 8), Tile(16, 16, 64, 1, 4, 2)):
+        for block_m in (16, 64):
+            found = launch.fitting(tile, block_m, size, shared)
+            assert (block_m + found.block_n) * found.block_k * size * found.stages <= shared
+            assert 2 <= found.stages <= tile.stages and found.block_k <= tile.block_k
+            assert (found.block_n, found.split_k, found.warps) == (tile.block_n, tile.split_k, tile.warps)
+    assert launch.fitting(tile, 16, size, 227 << 10) == tile
+
+
 def test_tiling_key_is_128_bits_and_reversible():
     key = tiling.pack("expand", 37888, 3584, 64, 33, 8, parts=2, pairs=2, dtype=torch.bfloat16)
     assert key < 1 << 128 and sum(tiling.FIELDS.values()) == 128

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vlora_sgl.kernels.prefetch import CHUNK, THREADS, has_bulk_prefetch, prefetch_kernel
+from vlora_sgl.kernels.devices import is_hopper
+from vlora_sgl.kernels.prefetch import CHUNK, THREADS, prefetch_kernel
 from vlora_sgl.model_executor.weight_prefetch import ORDER, WeightPrefetch, install
 
 
@@ -50,7 +51,7 @@ def test_the_kernel_is_one_bulk_prefetch_a_thread() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_bulk_prefetch(), reason="needs a Hopper GPU")
+@pytest.mark.skipif(not (torch.cuda.is_available() and is_hopper(torch.device("cuda"))), reason="needs a Hopper GPU")
 def test_a_captured_chain_gives_what_it_gives_without(monkeypatch: pytest.MonkeyPatch) -> None:
     from vlora_sgl import _sgl
 

@@ -29,11 +29,6 @@ def prefetch_kernel(start, chunks, CHUNK: tl.constexpr, THREADS: tl.constexpr):
     )
 
 
-def has_bulk_prefetch() -> bool:
-    """Whether the current device has it: Hopper and later."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-
-
 def prefetch_to_l2(tensor: torch.Tensor, limit: int) -> None:
     """Ask for the first ``limit`` bytes of a tensor, rounded down to whole chunks, on the current stream.
 

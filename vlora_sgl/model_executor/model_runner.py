@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vlora_sgl import _sgl
-from vlora_sgl.kernels.prefetch import has_bulk_prefetch
+from vlora_sgl.kernels.devices import is_hopper
 from vlora_sgl.managers import encoder_cache
 from vlora_sgl.model_executor import vision_graphs, weight_prefetch
 from vlora_sgl.server_args import VLoraArgs
@@ -54,7 +54,7 @@ class VLoraModelRunner(_sgl.ModelRunner):
             slots = self.max_total_num_tokens + self.page_size  # SGLang pads its KV cache by a page
             manager.bind_pools(self.req_to_token_pool.req_to_token, slots)
         settings = VLoraArgs.from_environment()
-        if manager is not None and settings.prefetch_mb and has_bulk_prefetch():
+        if manager is not None and settings.prefetch_mb and is_hopper(manager.device):
             weight_prefetch.install(manager.lora_modules, settings.prefetch_mb << 20, torch.cuda.Stream())
         # Ranks would have to capture their reductions together.
         alone = self.server_args.tp_size == 1 and not self.server_args.disable_cuda_graph

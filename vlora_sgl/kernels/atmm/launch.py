@@ -14,6 +14,7 @@ import triton
 
 from vlora_sgl.kernels.atmm import kernel
 from vlora_sgl.kernels.atmm.routing import Routing
+from vlora_sgl.kernels.devices import is_hopper, shared_memory
 from vlora_sgl.kernels.tiling import Tile
 
 MAX_PARTS = 4
@@ -26,11 +27,6 @@ def _counters(device: torch.device, turn: int = 0) -> torch.Tensor:
     """Arrival counters of a device; zero between launches. Two streams, or two launches that overlap (``turn``), must
     not share them."""
     return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-
-
-@lru_cache
-def _has_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _bounds(offsets: Sequence[int]) -> tuple[int, int, int, int]:
@@ -48,9 +44,26 @@ def rank_pad(rank: int) -> int:
     return max(16, triton.next_power_of_2(rank))
 
 
-def _stages(tile: Tile, block_m: int, rp: int, pairs: int, size: int) -> int:
-    """The tile's pipeline depth, or what of it fits."""
-    return max(1, min(tile.stages, _SHARED // ((tile.block_n + block_m) * rp * pairs * size)))
+@lru_cache(maxsize=1 << 12)
+def fitting(tile: Tile, block_m: int, size: int, shared: int) -> Tile:
+    """A tile of a shrink or a GEMM whose pipeline fits a device: fewer stages, then shorter steps.
+
+    Args:
+        block_m: rows of a program.
+        size: bytes of an element.
+        shared: bytes of shared memory that a program may have.
+    """
+    stage = (block_m + tile.block_n) * tile.block_k * size
+    stages = min(tile.stages, shared // stage)
+    if stages < 2 <= tile.stages and tile.block_k > 32:
+        return fitting(replace(tile, block_k=tile.block_k // 2), block_m, size, shared)
+    return replace(tile, stages=max(1, stages))
+
+
+def _stages(tile: Tile, block_m: int, rp: int, pairs: int, x: torch.Tensor) -> int:
+    """The pipeline depth of an expand, or what of it fits."""
+    step = (tile.block_n + block_m) * rp * pairs * x.itemsize
+    return max(1, min(tile.stages, min(_SHARED, shared_memory(x.device)) // step))
 
 
 def _run(function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -107,8 +120,9 @@ def dense(
     assert routing.gates is not None and routing.active is not None
     slots, r, parts, k = routing.slots, b.shape[2], len(offsets) - 1, x.shape[1]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
-    m, pdl = routing.rows, _has_pdl(x.device)
-    block_m = triton.next_power_of_2(max(m, 16))
+    m, pdl = routing.rows, is_hopper(x.device)
+    block_m, shared = triton.next_power_of_2(max(m, 16)), shared_memory(x.device)
+    shrink = fitting(shrink, block_m, x.itemsize, shared)
     tiles = slots * -(-parts * rp // shrink.block_n)
     h = torch.empty((m, slots * parts * rp), dtype=x.dtype, device=x.device)
     extra = {"launch_pdl": True} if pdl else {}
@@ -119,7 +133,7 @@ def dense(
         K=k, C=parts, RP=rp, SLOTS=slots, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n, BK=shrink.block_k,
         PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **extra,
     )  # fmt: skip
-    columns, stages = _column_tiles(offsets, expand.block_n), _stages(expand, block_m, rp, 1, x.itemsize)
+    columns, stages = _column_tiles(offsets, expand.block_n), _stages(expand, block_m, rp, 1, x)
     common = {
         "O1": o1, "O2": o2, "O3": o3, "O4": o4, "C": parts, "R": r, "RP": rp, "SLOTS": slots,
         "SLOTS_P": triton.next_power_of_2(slots), "STAGES": stages, "BM": block_m, "BN": expand.block_n, "PDL": pdl,
@@ -131,6 +145,7 @@ def dense(
             y, b, h, routing.active, m, y.stride(0), b.stride(0), b.stride(1), num_stages=1, **common,
         )  # fmt: skip
         return y
+    expand = fitting(expand, block_m, x.itemsize, shared)
     _run(
         kernel.dense_linear_kernel, (columns * expand.split_k,),
         x, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
@@ -165,7 +180,8 @@ def grouped(
     parts, k, r = len(offsets) - 1, x.shape[1], b.shape[2]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
     tiles, block_m = routing.tile_rows.shape
-    pairs, pdl = routing.tile_slots.shape[1], _has_pdl(x.device)
+    pairs, pdl = routing.tile_slots.shape[1], is_hopper(x.device)
+    shrink = fitting(shrink, block_m, x.itemsize, shared_memory(x.device))
     h_tiles = -(-pairs * parts * rp // shrink.block_n)
     h = torch.empty((pairs, routing.rows, parts * rp), dtype=x.dtype, device=x.device)
     if tiles * h_tiles > _COUNTERS:
@@ -185,7 +201,7 @@ def grouped(
         y, x if bias is None else bias, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles,
         routing.rows, y.stride(0), b.stride(0), b.stride(1), h.stride(0),
         O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs),
-        N_TILES=n_tiles, RUN=expand.run, STAGES=_stages(expand, block_m, rp, pairs, x.itemsize),
+        N_TILES=n_tiles, RUN=expand.run, STAGES=_stages(expand, block_m, rp, pairs, x),
         ACCUMULATE=accumulate, HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
         num_warps=expand.warps, num_stages=1, **extra,
     )  # fmt: skip

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
+
+from vlora_sgl.kernels.devices import shared_memory
 
 COLUMNS = 10  # int64 words of the table per target; the kernel names them
 
@@ -166,12 +167,6 @@ def _merge_kernel(
             rows += BLOCK_N
 
 
-@lru_cache
-def _shared_memory(device: int) -> int:
-    """Bytes of a multiprocessor that a program may have. Remembered: the driver takes 0.6 ms to answer."""
-    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
-
-
 class MergeTable:
     """The static table of all fold targets of one model shard, and the two operations over it.
 
@@ -297,7 +292,7 @@ class MergeTable:
         """The tile's stages, or as many as this card's shared memory holds beside a tile of A."""
         if self.device.type != "cuda":
             return self.tile.stages
-        room = _shared_memory(torch.cuda.current_device()) // self.dtype.itemsize
+        room = shared_memory(torch.device("cuda")) // self.dtype.itemsize
         fit = (room - block_r * self.tile.columns) // (self.tile.rows * (self.tile.columns + block_r))
         return max(1, min(self.tile.stages, fit))
 
