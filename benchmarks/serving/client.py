@@ -60,6 +60,7 @@ class Client:
             try:
                 while not (all(map(self._sent, names)) or any(task.done() for task in tasks)):
                     await asyncio.sleep(0.001)
+                await manager.get_internal_state()  # it answers behind the requests: all are in its queue
             finally:
                 start = time.perf_counter()
                 manager._dispatch_to_scheduler(_sgl.ContinueGenerationReqInput())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
+
+import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl.bake.manifest import BASE_DELTA, BakedModel, read_baked
@@ -27,14 +30,16 @@ class VLoraTokenizerManager(AdapterLifecycle, _sgl.TokenizerManager):
         self.baked = baked if baked is not None and BASE_DELTA in self.lora_ref_cache else None
 
     async def _tokenize_one_request(self, obj: Any) -> Any:
-        """Tokenize, once the latency constraint is known to be one.
+        """Tokenize, once the latency constraint is known to be one, and hash the images.
 
         Raises:
             RequestError: an unknown service class or a deadline that is none (a 400 in both protocols).
         """
         if isinstance(obj.sampling_params, dict):
             latency_constraint(obj.sampling_params.get("custom_params"))
-        return await super()._tokenize_one_request(obj)
+        tokenized = await super()._tokenize_one_request(obj)
+        await hash_images(getattr(tokenized, "mm_inputs", None))
+        return tokenized
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """SGLang's answers. What we say of a request travels as its first token's info; show it as one value.
@@ -74,6 +79,23 @@ class VLoraTokenizerManager(AdapterLifecycle, _sgl.TokenizerManager):
             obj.mm_hashes = None
         forget_claimed_hashes(getattr(obj, "image_data", None))
         await super()._validate_and_resolve_lora(obj)
+
+
+async def hash_images(inputs: Any) -> None:
+    """Give the images of a request the hashes that the scheduler would compute, in a thread.
+
+    A hash of a large image takes ten milliseconds; in the scheduler they would be lost to every running request.
+
+    Args:
+        inputs: SGLang's processor output, or ``None``. Items whose patches are on a device keep to the scheduler.
+    """
+    items = [
+        item
+        for item in (inputs.mm_items if inputs is not None else ())
+        if item.pad_value is None and isinstance(item.feature, torch.Tensor) and item.feature.device.type == "cpu"
+    ]
+    if items:
+        await asyncio.to_thread(lambda: [item.set_pad_value() for item in items])
 
 
 def forget_claimed_hashes(image_data: Any) -> None:
