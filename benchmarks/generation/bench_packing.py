@@ -62,8 +62,8 @@ def real(path: Path) -> dict[str, Any]:
 
     config, datasets = load_run(path)
     names = [one.spec.name for one in datasets]
-    floors = {one.spec.name: one.spec.floor for one in datasets}
-    ledger = Ledger(Learner(config, datasets), floors, config.output / "ledger.jsonl", identity(config, datasets))
+    bars = {one.spec.name: one.bar(config.confidence) for one in datasets}
+    ledger = Ledger(Learner(config, datasets), bars, config.output / "ledger.jsonl", identity(config, datasets))
     extra = 3 * len(names) if config.extra is None else config.extra
     packing = fuse_by_search(names, ledger, extra, probe=config.probe > 0)
     trainings, bound = ledger.trainings, packing_bound(names, ledger)

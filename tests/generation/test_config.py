@@ -72,6 +72,7 @@ base: tiny
 output: out
 order: fastest
 tempo: 3
+confidence: 1
 lora: {rank: 0, colour: red}
 datasets:
 - {name: a b, task: classification, floor: 1.2, data: {train: pets.jsonl}}
@@ -93,21 +94,22 @@ datasets:
     expected = {
         3: "order must be one of given, random, search, got 'fastest'",
         4: "no setting 'tempo'",
-        5: "rank must be above 0",
-        7: "floor must lie in (0, 1], got 1.2",
-        9: "task must be one of",
-        11: "no such file",
-        12: "floor is missing",
-        14: "metric 'top1' does not measure captioning; cider would",
-        15: "data needs exactly one of",
-        16: "split must be three shares",
-        17: "no such file",
-        18: "a teacher labels data.images",
+        5: "confidence must lie in [0.5, 1), got 1",
+        6: "rank must be above 0",
+        8: "floor must lie in (0, 1], got 1.2",
+        10: "task must be one of",
+        12: "no such file",
+        13: "floor is missing",
+        15: "metric 'top1' does not measure captioning; cider would",
+        16: "data needs exactly one of",
+        17: "split must be three shares",
+        18: "no such file",
+        19: "a teacher labels data.images",
     }
     for line, message in expected.items():
         assert any(f"c.yaml:{line}: " in fault and message in fault for fault in faults), (line, message, faults)
-    assert any("c.yaml:5: lora has no setting 'colour'" in fault for fault in faults)
-    assert any("c.yaml:12: the name 'pets' is taken at" in fault for fault in faults)
+    assert any("c.yaml:6: lora has no setting 'colour'" in fault for fault in faults)
+    assert any("c.yaml:13: the name 'pets' is taken at" in fault for fault in faults)
 
 
 def test_text_that_is_no_yaml_and_a_file_that_is_not_there(tmp_path):
@@ -177,6 +179,28 @@ def test_an_ordinary_run_of_the_command_checks_only(tmp_path, capsys):
     assert "2 data sets, no faults" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ("0.5", None),
+        ("0.999", None),
+        ("0.49", "confidence must lie in [0.5, 1), got 0.49"),
+        ("1.0", "confidence must lie in [0.5, 1), got 1"),
+        ("high", "confidence must be a float, got 'high'"),
+    ],
+)
+def test_confidence_is_checked(tmp_path, value, fault):
+    rows(tmp_path / "pets.jsonl", "cat")
+    rows(tmp_path / "cars.jsonl", "0")
+    path = write(tmp_path / "c.yaml", f"confidence: {value}\n{GOOD}")
+    if fault is None:
+        assert read_config(path).confidence == float(value)
+        return
+    with pytest.raises(ConfigError) as error:
+        read_config(path)
+    assert str(error.value) == f"{path}:1: {fault}"
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/generate-*.yaml")), ids=lambda path: path.stem)
 def test_the_examples_lack_nothing_but_their_data(path):
     try:
@@ -185,9 +209,10 @@ def test_the_examples_lack_nothing_but_their_data(path):
         assert all("no such" in fault for fault in str(error).splitlines()), error
 
 
-def test_floors_and_orders_do_not_change_what_a_training_gives(tmp_path):
+def test_floors_confidence_and_orders_do_not_change_what_a_training_gives(tmp_path):
     rows(tmp_path / "pets.jsonl", *["cat", "dog"] * 8)
     rows(tmp_path / "cars.jsonl", *["0", "1"] * 10, question=None)
     digest = read_config(write(tmp_path / "c.yaml", GOOD)).digest
     assert read_config(write(tmp_path / "c.yaml", GOOD.replace("0.5, data", "0.6, data"))).digest == digest
+    assert read_config(write(tmp_path / "c.yaml", "confidence: 0.9\norder: given\n" + GOOD)).digest == digest
     assert read_config(write(tmp_path / "c.yaml", GOOD.replace("rank: 4", "rank: 8"))).digest != digest

@@ -19,6 +19,7 @@ from PIL import Image
 from tests.generation.models import FAMILIES, make
 from vlora_sgl.generate import main
 from vlora_sgl.generation.datasets import write_jsonl
+from vlora_sgl.generation.floors import bar
 from vlora_sgl.generation.learner import Learner, generate
 from vlora_sgl.generation.sources import load_run
 from vlora_sgl.generation.trainer import exact_match
@@ -120,11 +121,16 @@ def test_a_whole_run_from_the_command_line(folder, qwen, capsys):
     assert code == (1 if report["floors_broken"] else 0)
     assert sorted(n for a in report["adapters"] for n in a["datasets"]) == ["cold", "warm"]
     assert report["bound"] <= len(report["adapters"])
+    assert report["confidence"] == 0.95
+    learnt = {tuple(step["datasets"]): step["accuracy"] for step in report["steps"]}
     for entry in report["adapters"]:
         directory = folder / "out/adapters" / entry["name"]
         assert read_adapter(directory).modules
         measured = read_description(directory).metrics
         assert set(measured) == set(entry["datasets"])
+        for row in (r for r in report["datasets"] if r["adapter"] == entry["name"]):
+            assert row["needed"] == bar(0.6, 8, 0.95) and row["examples"]["validation"] == 8
+            assert row["validation"] == learnt[tuple(entry["datasets"])][row["name"]]
         assert all(measured[r["name"]]["test"] == r["accuracy"] for r in report["datasets"] if r["name"] in measured)
     page = (folder / "out/report.html").read_text()
     assert page.count("<svg") == 3 and not re.search(r"(src|href)=\"?https?:", page.split("<svg")[0])

@@ -10,9 +10,18 @@ import pytest
 
 from vlora_sgl.generation.report import render, write_report
 
-ROW = {"task": "classification", "metric": "top1", "floor": 0.8, "base": 0.1, "teacher": None}
+ROW = {
+    "task": "classification",
+    "metric": "top1",
+    "floor": 0.8,
+    "examples": {"train": 300, "validation": 100, "test": 100},
+    "needed": 0.866,
+    "base": 0.1,
+    "teacher": None,
+}
 REPORT = {
     "base": "tiny",
+    "confidence": 0.95,
     "order": "search",
     "seed": 0,
     "heads": False,
@@ -32,9 +41,9 @@ REPORT = {
         {"datasets": ["d"], "accuracy": {"d": 0.95}, "broken": []},
     ],
     "datasets": [
-        ROW | {"name": "a<b", "adapter": "adapter-1", "accuracy": 0.9},
-        ROW | {"name": "c", "adapter": "adapter-1", "accuracy": 0.777, "teacher": 0.955},
-        ROW | {"name": "d", "adapter": "adapter-2", "accuracy": 0.95},
+        ROW | {"name": "a<b", "adapter": "adapter-1", "validation": 0.902, "accuracy": 0.9},
+        ROW | {"name": "c", "adapter": "adapter-1", "validation": 0.85, "accuracy": 0.777, "teacher": 0.955},
+        ROW | {"name": "d", "adapter": "adapter-2", "validation": 0.95, "accuracy": 0.95},
     ],
 }
 
@@ -45,7 +54,8 @@ def test_the_page_says_what_the_run_found(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "<td class='n bad'>0.777</td>" in page and "<td class='n'>0.955</td>" in page
     assert "1 of 3 data sets lie below their floor" in page
-    assert "below floor: a&lt;b, c" in page and "a<b" not in page
+    assert "<td class='n'>0.866</td><td class='n bad'>0.850</td>" in page and "95% confidence" in page
+    assert "floor not shown: a&lt;b, c" in page and "a<b" not in page
     assert page.count("<svg") == 3
     kept = copy.deepcopy(REPORT) | {"floors_broken": 0}
     assert "Every data set keeps its floor" in render(kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ def spec(data: dict[str, Path], task: str = "classification", **more) -> DataSet
 
 
 def load(tmp_path: Path, one: DataSet):
-    return load_datasets(RunConfig(base="tiny", output=tmp_path / "out", datasets=(one,)))[0]
+    """By the floor itself, which two or three validation examples can show."""
+    return load_datasets(RunConfig(base="tiny", output=tmp_path / "out", datasets=(one,), confidence=0.5))[0]
 
 
 def test_a_folder_per_label_is_split_label_by_label(tmp_path):
@@ -151,6 +153,57 @@ def test_a_teachers_answers_become_the_training_data(tmp_path, teacher):
     (tmp_path / "teacher.py").write_text(TEACHER)
     with pytest.raises(ConfigError, match=r"\d+\.png: set: the answer 'dark' is outside the labels light, grey"):
         load(tmp_path, outside)
+
+
+def test_labelled_validation_images_stay_apart_from_the_teachers(tmp_path, teacher):
+    shades(tmp_path / "images", 20)
+    shades(tmp_path / "own", 6)
+    truth = [{"image": f"own/{i:03d}.png", "answer": "light"} for i in range(6)]  # the teacher would say dark of half
+    for name in ("validation", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, truth)))
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("validation", "test")}
+    loaded = load(tmp_path, spec({"images": tmp_path / "images", **files}, teacher={"python": f"{teacher}:name"}))
+    assert {split: len(examples) for split, examples in loaded.splits.items()} == {
+        "train": 20,
+        "validation": 6,
+        "test": 6,
+    }
+    assert {e.answer for e in loaded.splits["validation"]} == {"light"}
+
+
+def test_a_floor_that_the_validation_split_cannot_show_is_a_fault(tmp_path, teacher):
+    for label in ("cat", "dog"):
+        shades(tmp_path / "data" / label, 40)
+    images = shades(tmp_path / "images", 24)
+    taught = {"images": images[0].parent}
+    sets = (
+        spec({"folder": tmp_path / "data"}, floor=0.85, where="c.yaml:4"),
+        replace(spec({"folder": tmp_path / "data"}, floor=0.8, where="c.yaml:5"), name="lower"),
+        replace(spec(taught, floor=0.9, where="c.yaml:6", teacher={"python": f"{teacher}:name"}), name="taught"),
+    )
+    with pytest.raises(ConfigError) as error:
+        load_datasets(RunConfig(base="tiny", output=tmp_path / "out", datasets=sets))
+    assert str(error.value).splitlines() == [
+        "c.yaml:4: set: no accuracy on 12 validation examples shows the floor 0.85 with confidence 0.95: expected at "
+        "least 16 examples, a lower floor or a lower confidence",
+        "c.yaml:6: taught: no accuracy on 4 validation examples shows the floor 0.9 with confidence 0.95: expected at "
+        "least 25 examples, a lower floor or a lower confidence",
+    ]
+    assert not (tmp_path / "out").exists(), "the teacher was not asked yet"
+    assert len(load_datasets(RunConfig(base="tiny", output=tmp_path / "out", datasets=sets, confidence=0.5))) == 3
+
+
+def test_objects_count_as_evidence_by_the_image(tmp_path):
+    shades(tmp_path, 4)
+    boxes = [{"label": "cat", "box": [0.1 * i, 0, 0.1 * i + 0.1, 0.5]} for i in range(9)]
+    rows = [{"image": f"00{i}.png", "target": "cats", "boxes": boxes[:count]} for i, count in enumerate((2, 2, 2, 2))]
+    crowd = [{**row, "boxes": boxes[:count]} for row, count in zip(rows, (1, 1, 1, 9), strict=True)]
+    for name, split in (("train", rows), ("validation", crowd), ("test", rows), ("even", rows)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, split)))
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "validation", "test")}
+    even = load(tmp_path, spec(files | {"validation": tmp_path / "even.jsonl"}, "detection"))
+    assert even.evidence == 4
+    assert load(tmp_path, spec(files, "detection")).evidence == pytest.approx(144 / 84)
 
 
 def test_a_teacher_of_boxes(tmp_path, teacher):

@@ -30,7 +30,7 @@ class DataSet:
     Attributes:
         name: of the data set; letters, digits, ``_`` and ``-``.
         task: kind of task, a key of ``TASKS``.
-        floor: least accuracy that every adapter which learnt this data set must keep, in (0, 1].
+        floor: least accuracy on new data that every adapter which learnt this data set must keep, in (0, 1].
         metric: how accuracy is measured; by default the task's own.
         question: what is asked of every image, where rows bring no question.
         target: what to count, detect or find, for the task's prompt.
@@ -70,6 +70,8 @@ class RunConfig:
         output: where adapters, report and ledger go.
         datasets: what to learn.
         lora: how an adapter learns one of them.
+        confidence: that a floor counts as kept with, in [0.5, 1): a one-sided lower bound of the validation accuracy
+            must reach it (``floors.bar``). With 0.5 the accuracy itself must.
         order: ``given`` or ``random`` for the paper's fusion in that order, ``search`` for ours.
         extra: more trainings that the search may take; by default three per data set.
         probe: share of a full training that a probing run of the search takes; 0 for no probing.
@@ -84,6 +86,7 @@ class RunConfig:
     output: Path
     datasets: tuple[DataSet, ...]
     lora: LoraSettings = field(default_factory=LoraSettings)
+    confidence: float = 0.95
     order: str = "search"
     extra: int | None = None
     probe: float = 0.2
@@ -95,9 +98,12 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
-        """Identity of everything that decides what a training gives; floors and orders only decide which are made."""
+        """Identity of everything that decides what a training gives.
+
+        Floors, their confidence and orders only decide which trainings are made.
+        """
         values = dataclasses.asdict(self)
-        for name in ("output", "device", "curve", "extra", "order"):
+        for name in ("output", "device", "curve", "extra", "order", "confidence"):
             values.pop(name)
         for entry in values["datasets"]:
             entry.pop("where")
@@ -190,13 +196,15 @@ class _Reader:
         return value
 
     def within(
-        self, section: _Section, key: str, value: float | None, low: float, high: float, open_low: bool
-    ) -> None:
-        if value is not None and not (low < value <= high or (value == low and not open_low)):
-            bracket = "(" if open_low else "["
-            self.fault(
-                section.lines.get(key, section.line), f"{key} must lie in {bracket}{low:g}, {high:g}], got {value:g}"
-            )
+        self, section: _Section, key: str, value: float | None, low: float, high: float, ends: str = "[]"
+    ) -> float | None:
+        """The value; one outside the interval is a fault, and ``None`` comes back. Round ``ends`` lie outside."""
+        closed = [end for end, bracket in ((low, "["), (high, "]")) if bracket in ends]
+        if value is None or low < value < high or value in closed:
+            return value
+        interval = f"{ends[0]}{low:g}, {high:g}{ends[1]}"
+        self.fault(section.lines.get(key, section.line), f"{key} must lie in {interval}, got {value:g}")
+        return None
 
     def known(self, section: _Section, keys: Sequence[str], what: str) -> None:
         for key in section:
@@ -215,8 +223,10 @@ class _Reader:
         device = self.get(tree, "device", str, "auto")
         self.one_of(tree, "device", device, ("auto", "cpu", "cuda"))
         probe, rehearsal = self.get(tree, "probe", float, 0.2), self.get(tree, "rehearsal", float, 0.0)
-        self.within(tree, "probe", probe, 0, 1, open_low=False)
-        self.within(tree, "rehearsal", rehearsal, 0, 1, open_low=False)
+        self.within(tree, "probe", probe, 0, 1)
+        self.within(tree, "rehearsal", rehearsal, 0, 1)
+        confidence = self.get(tree, "confidence", float, RunConfig.confidence)
+        confidence = self.within(tree, "confidence", confidence, 0.5, 1, ends="[)")
         extra = self.get(tree, "extra", int, None)
         heads, curve = self.get(tree, "heads", bool, False), self.get(tree, "curve", bool, False)
         seed = self.get(tree, "seed", int, 0)
@@ -246,6 +256,7 @@ class _Reader:
             output=self.resolve(output or "."),
             datasets=tuple(item for item in datasets if item is not None),
             lora=lora,
+            confidence=confidence or RunConfig.confidence,
             order=order,
             extra=extra,
             probe=probe,
@@ -281,8 +292,7 @@ class _Reader:
         task = self.get(section, "task", str)
         self.one_of(section, "task", task, list(TASKS))
         kind = TASKS.get(task or "")
-        floor = self.get(section, "floor", float)
-        self.within(section, "floor", floor, 0, 1, open_low=True)
+        floor = self.within(section, "floor", self.get(section, "floor", float), 0, 1, ends="(]")
         metric = self.get(section, "metric", str, kind.metrics[0] if kind else "")
         if kind is not None:
             if metric is not None and metric not in kind.metrics:
@@ -339,7 +349,7 @@ class _Reader:
             "train": ["train", "validation", "test"],
             "folder": ["folder"],
             "huggingface": ["huggingface", "image", "question", "answer"],
-            "images": ["images", "test"],
+            "images": ["images", "validation", "test"],
         }[sources[0]]
         self.known(data, allowed, "data")
         result, whole = {}, True

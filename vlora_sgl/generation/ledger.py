@@ -33,7 +33,7 @@ class Ledger:
 
     Args:
         trainer: trains and measures.
-        floors: least accuracy of each data set.
+        floors: least held-out accuracy with which each data set counts as kept (``floors.bar`` of what is wanted).
         path: where every finished step is appended at once; ``None`` keeps them in memory only.
         digest: identity of the configuration; a ledger of another one is refused.
         write: whether this process appends; of several that train together, one does.

@@ -41,10 +41,10 @@ def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
     learner = Learner(config, datasets)
     specs = [one.spec for one in datasets]
     digest = identity(config, datasets)
-    floors = {spec.name: spec.floor for spec in specs}
+    bars = {one.spec.name: one.bar(config.confidence) for one in datasets}
     with learner.process.main_process_first():
         main = learner.process.is_main_process
-        ledger = Ledger(_Told(learner, floors), floors, config.output / "ledger.jsonl", digest=digest, write=main)
+        ledger = Ledger(_Told(learner, bars), bars, config.output / "ledger.jsonl", digest=digest, write=main)
     repeated = ledger.trainings
     packing: Packing = []
     bound, curves = 0, []
@@ -55,11 +55,12 @@ def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
             curves.append(order)
         packing += packed
         bound += packing_bound(group, ledger)
-    measured = _measure(packing, specs, learner)
+    measured = _measure(packing, datasets, learner, ledger)
     report: dict[str, Any] = {
         "base": config.base,
         "digest": digest,
         "device": str(learner.process.device),
+        "confidence": config.confidence,
         "order": config.order,
         "seed": config.seed,
         "heads": config.heads,
@@ -109,12 +110,12 @@ def groups(specs: Sequence[DataSet], heads: bool) -> list[list[str]]:
 class _Told:
     """A trainer that says what each step gave."""
 
-    def __init__(self, learner: Learner, floors: dict[str, float]) -> None:
-        self._learner, self._floors = learner, floors
+    def __init__(self, learner: Learner, bars: dict[str, float]) -> None:
+        self._learner, self._bars = learner, bars
 
     def fuse(self, sequence: Names) -> dict[str, float]:
         accuracy = self._learner.fuse(sequence)
-        self._tell(sequence, accuracy, held=all(accuracy[name] >= self._floors[name] for name in sequence))
+        self._tell(sequence, accuracy, held=all(accuracy[name] >= self._bars[name] for name in sequence))
         return accuracy
 
     def probe(self, names: Names) -> dict[str, float]:
@@ -125,28 +126,33 @@ class _Told:
     def _tell(self, names: Names, accuracy: dict[str, float], held: bool | None) -> None:
         if self._learner.process.is_main_process:
             what = {None: "probed", True: "holds", False: "rolled back"}[held]
-            shown = ", ".join(f"{name} {accuracy[name]:.3f}/{self._floors[name]:.3f}" for name in names)
-            tqdm.write(f"{what}: {' + '.join(names)} (accuracy/floor: {shown})")
+            shown = ", ".join(f"{name} {accuracy[name]:.3f}/{self._bars[name]:.3f}" for name in names)
+            tqdm.write(f"{what}: {' + '.join(names)} (accuracy/needed: {shown})")
 
 
-def _measure(packing: Packing, specs: Sequence[DataSet], learner: Learner) -> list[dict[str, Any]]:
-    """Accuracy of base, adapter and teacher on the test split, which no decision has seen."""
+def _measure(
+    packing: Packing, datasets: Sequence[LoadedSet], learner: Learner, ledger: Ledger
+) -> list[dict[str, Any]]:
+    """Accuracy of base, adapter and teacher on the test split, which no decision has seen, and what decided."""
     home = {name: (i, sequence) for i, sequence in enumerate(packing, 1) for name in sequence}
     with_adapter: dict[str, float] = {}
     for sequence in tqdm(packing, desc="test", unit="adapter"):
         with_adapter |= learner.measure(sequence, "test")
     return [
         {
-            "name": spec.name,
-            "task": spec.task,
-            "metric": spec.metric,
-            "floor": spec.floor,
-            "adapter": f"adapter-{home[spec.name][0]}",
-            "base": learner.measure_base(spec.name, "test"),
-            "accuracy": with_adapter[spec.name],
-            "teacher": learner.measure_teacher(spec.name),
+            "name": one.spec.name,
+            "task": one.spec.task,
+            "metric": one.spec.metric,
+            "floor": one.spec.floor,
+            "adapter": f"adapter-{home[one.spec.name][0]}",
+            "examples": {split: len(examples) for split, examples in one.splits.items()},
+            "needed": ledger.floors[one.spec.name],
+            "validation": ledger.steps[home[one.spec.name][1]][one.spec.name],
+            "base": learner.measure_base(one.spec.name, "test"),
+            "accuracy": with_adapter[one.spec.name],
+            "teacher": learner.measure_teacher(one.spec.name),
         }
-        for spec in specs
+        for one in datasets
     ]
 
 

@@ -17,6 +17,8 @@ from vlora_sgl.errors import ConfigError, MissingDependencyError
 from vlora_sgl.generation.config import DataSet, RunConfig, parse_config
 from vlora_sgl.generation.datasets import IMAGE_SUFFIXES, SPLITS, Example, read_image_folder, write_jsonl
 from vlora_sgl.generation.devices import processes_of
+from vlora_sgl.generation.floors import bar, examples_needed, independent_examples
+from vlora_sgl.generation.metrics import read_boxes
 from vlora_sgl.generation.tasks import box_text
 from vlora_sgl.generation.teachers import label_images, load_teacher
 
@@ -39,6 +41,21 @@ class LoadedSet:
     splits: Mapping[str, tuple[Example, ...]]
     labels: tuple[str, ...] | None
     teacher: tuple[str, ...] | None = None
+
+    @property
+    def evidence(self) -> float:
+        """How many independent examples the validation split counts as.
+
+        Its size; for F1, which counts objects, that of images which bring as many as they do alike.
+        """
+        examples = self.splits["validation"]
+        if self.spec.metric != "f1":
+            return len(examples)
+        return independent_examples([max(1, len(read_boxes(e.answer))) for e in examples])
+
+    def bar(self, confidence: float) -> float:
+        """Least validation accuracy that shows the floor with ``confidence``."""
+        return bar(self.spec.floor, self.evidence, confidence)
 
     @property
     def fingerprint(self) -> str:
@@ -83,13 +100,17 @@ def _load_all(config: RunConfig, faults: list[str]) -> list[LoadedSet]:
         before = len(faults)
         rows = _read(spec, config, faults)
         labels = _check(spec, rows, config.heads, faults, whole=len(faults) == before)
-        loaded.append(LoadedSet(spec, {s: tuple(e for _, e in found) for s, found in rows.items()}, labels))
+        one = LoadedSet(spec, {s: tuple(e for _, e in found) for s, found in rows.items()}, labels)
+        if len(faults) == before:
+            _check_evidence(one, config.confidence, faults)
+        loaded.append(one)
     if not faults:  # teachers come last: they may be slow, and a fault elsewhere should not wait for them
         loaded = [_taught(one, config) if one.spec.teacher else one for one in loaded]
         for one in loaded:
             if one.spec.teacher:
                 said = {s: [(str(e.images[0]), e) for e in examples] for s, examples in one.splits.items()}
                 _check(replace(one.spec, labels=one.labels), said, config.heads, faults, whole=True)
+                _check_evidence(one, config.confidence, faults)
     if faults:
         raise ConfigError("\n".join(faults))
     return loaded
@@ -139,8 +160,9 @@ def _read(spec: DataSet, config: RunConfig, faults: list[str]) -> dict[str, list
         rows["train"] = [(str(path), Example((path,), question, "")) for path in found]
         for where, example in rows["train"]:
             _check_images(where, example.images, faults)
-        if "test" in spec.data:
-            rows["test"] = _read_rows(spec, Path(spec.data["test"]), faults)
+        for split in SPLITS[1:]:
+            if split in spec.data:
+                rows[split] = _read_rows(spec, Path(spec.data[split]), faults)
     if len(faults) > before:
         return rows
     _split_off(spec, rows, rng)
@@ -247,6 +269,17 @@ def _check(
             elif heads and spec.kind.head == "count" and example.answer and not example.answer.isdecimal():
                 faults.append(f"{where}: {spec.name}: a counting head needs numbers, got {example.answer!r}")
     return labels or None
+
+
+def _check_evidence(one: LoadedSet, confidence: float, faults: list[str]) -> None:
+    """A floor that the validation split cannot show, however good the adapter, is a fault."""
+    spec = one.spec
+    if one.bar(confidence) > 1:
+        faults.append(
+            f"{spec.where}: {spec.name}: no accuracy on {one.evidence:.4g} validation examples shows the floor "
+            f"{spec.floor:g} with confidence {confidence:g}: expected at least "
+            f"{examples_needed(spec.floor, confidence)} examples, a lower floor or a lower confidence"
+        )
 
 
 def _read_huggingface(spec: DataSet, out: Path, faults: list[str]) -> dict[str, list[Located]]:
