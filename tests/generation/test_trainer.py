@@ -21,6 +21,7 @@ from vlora_sgl.generation.images import RememberedImages
 from vlora_sgl.generation.trainer import (
     Encoded,
     LoraSettings,
+    Prepared,
     chat,
     exact_match,
     head_accuracy,
@@ -233,6 +234,19 @@ def test_remembered_images_change_nothing(processor: Any, model: Any, tmp_path: 
         inputs["pixel_values"] = torch.zeros_like(inputs["pixel_values"])
         assert torch.equal(model(**inputs).logits, expected)
     assert not torch.equal(model(**inputs).logits, expected)
+
+
+@torch.no_grad()
+def test_prepared_examples_keep_features_in_place_of_pixels(processor: Any, model: Any, tmp_path: Path) -> None:
+    inputs, labels = Encoded(processor, examples(tmp_path)).batch([2, 0], "cpu")
+    data = Prepared(model, processor, examples(tmp_path))
+    assert {row["pixel_values"].untyped_storage().nbytes() for row in data.data.rows} == {4}
+    slim, same = data.batch([2, 0], "cpu")
+    assert torch.equal(labels, same) and slim["pixel_values"].shape == inputs["pixel_values"].shape
+    expected = model(**inputs).logits
+    with data.seen([2, 0]):
+        assert torch.equal(model(**slim).logits, expected)
+    assert not torch.equal(model(**slim).logits, expected), "pictures decide"
 
 
 def test_an_unknown_activation_is_refused() -> None:
