@@ -1,6 +1,7 @@
 """A small model as a teacher: a support vector machine that reads handwritten digits in 8 x 8 pixels.
 
-It learns from 250 digits of scikit-learn's set; examples/generate-demo.yaml lets it label 1,247 others.
+It learns from 250 digits of scikit-learn's set; examples/generate-demo.yaml lets it label these, 847 others and
+variants of both.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-OWN_DIGITS = 250  # the first ones; the demo's images are cut from the others
+OWN_DIGITS = 250  # the first ones; the demo's validation and test are of the last ones
 
 
 @cache

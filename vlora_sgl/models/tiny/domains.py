@@ -20,7 +20,8 @@ from vlora_sgl.models.tiny.build import IMAGE_SIDE
 
 Boxes = list[tuple[str, tuple[float, float, float, float]]]
 Row = tuple[Sequence[Image.Image], str, str] | tuple[Sequence[Image.Image], str, str, Boxes]
-SHARES = (0.66, 0.09, 0.25)  # of each class, per split
+Shares = tuple[float, float, float]
+SHARES: Shares = (0.66, 0.09, 0.25)  # of each class, per split
 
 QUESTIONS = {
     "digits": "Which handwritten digit is this?",
@@ -52,9 +53,9 @@ HEADS: dict[str, tuple[dict[str, Any], ...]] = {
 """The vision heads trained with each domain's adapter, as ``vlora_adapter.json`` describes them."""
 
 
-def _split(items: Sequence[object], rng: np.random.Generator) -> list[list[object]]:
+def _split(items: Sequence[object], rng: np.random.Generator, shares: Shares = SHARES) -> list[list[object]]:
     order = rng.permutation(len(items))
-    first, second = round(SHARES[0] * len(items)), round((SHARES[0] + SHARES[1]) * len(items))
+    first, second = round(shares[0] * len(items)), round((shares[0] + shares[1]) * len(items))
     return [[items[k] for k in part] for part in (order[:first], order[first:second], order[second:])]
 
 
@@ -75,11 +76,13 @@ def _turned(tile: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return tile[:, ::-1] if rng.random() < 0.5 else tile
 
 
-def _from_classes(name: str, classes: dict[str, list[np.ndarray]], copies: int, seed: int) -> list[list[Row]]:
+def _from_classes(
+    name: str, classes: dict[str, list[np.ndarray]], copies: int, seed: int, shares: Shares = SHARES
+) -> list[list[Row]]:
     rng = np.random.default_rng(seed)
     splits: list[list[Row]] = [[], [], []]
     for label, items in classes.items():
-        for number, part in enumerate(_split(items, rng)):
+        for number, part in enumerate(_split(items, rng, shares)):
             for item in part:
                 assert isinstance(item, np.ndarray)
                 splits[number].append(([_picture(item)], QUESTIONS[name], label))
@@ -99,16 +102,16 @@ def digits() -> list[list[Row]]:
     return _from_classes("digits", classes, copies=0, seed=1)
 
 
-def surfaces() -> list[list[Row]]:
-    """Tiles of photographed brick, grass and gravel, and of the moon (scikit-image)."""
+def surfaces(side: int = 48, shares: Shares = SHARES) -> list[list[Row]]:
+    """Tiles of photographed brick, grass and gravel, and of the moon (scikit-image); ``side`` in pixels."""
     from skimage import data
 
-    classes = {name: _tiles(getattr(data, name)(), 48) for name in ("brick", "grass", "gravel", "moon")}
-    return _from_classes("surfaces", classes, copies=2, seed=2)
+    classes = {name: _tiles(getattr(data, name)(), side) for name in ("brick", "grass", "gravel", "moon")}
+    return _from_classes("surfaces", classes, copies=2, seed=2, shares=shares)
 
 
-def photos() -> list[list[Row]]:
-    """Tiles of ten photographs (scikit-image, scikit-learn), named by what the photograph shows."""
+def photos(side: int = 80, shares: Shares = SHARES) -> list[list[Row]]:
+    """Tiles of ten photographs (scikit-image, scikit-learn), named by what is shown; ``side`` in pixels."""
     from skimage import data
     from sklearn.datasets import load_sample_image
 
@@ -124,15 +127,17 @@ def photos() -> list[list[Row]]:
         "tissue": data.immunohistochemistry(),
         "eye": data.retina()[300:1100, 300:1100],
     }
-    return _from_classes("photos", {k: _tiles(v, 80) for k, v in pictures.items()}, copies=2, seed=3)
+    classes = {name: _tiles(picture, side) for name, picture in pictures.items()}
+    return _from_classes("photos", classes, copies=2, seed=3, shares=shares)
 
 
-def faces() -> list[list[Row]]:
+def faces(shares: Shares = SHARES) -> list[list[Row]]:
     """200 grey 25 x 25 patches, half of them faces (scikit-image, a subset of LFW)."""
     from skimage import data
 
     patches = (np.asarray(data.lfw_subset()) * 255).astype(np.uint8)
-    return _from_classes("faces", {"yes": list(patches[:100]), "no": list(patches[100:])}, copies=3, seed=4)
+    classes = {"yes": list(patches[:100]), "no": list(patches[100:])}
+    return _from_classes("faces", classes, copies=3, seed=4, shares=shares)
 
 
 def actions() -> list[list[Row]]:
@@ -175,14 +180,14 @@ def _clip(digit: np.ndarray, action: str, rng: np.random.Generator) -> list[Imag
     return frames
 
 
-def counting() -> list[list[Row]]:
+def counting(pictures: tuple[int, int, int] = (1200, 120, 300), shares: Shares = SHARES) -> list[list[Row]]:
     """Pictures with none to five handwritten digits, and where they are; pictures of a split use its digits."""
     from sklearn.datasets import load_digits
 
     rng = np.random.default_rng(6)
     images = [(image * 15.9).astype(np.uint8) for image in load_digits().images]
     splits: list[list[Row]] = []
-    for part, number in zip(_split(images, rng), (1200, 120, 300), strict=True):
+    for part, number in zip(_split(images, rng, shares), pictures, strict=True):
         rows: list[Row] = []
         for _ in range(number):
             count = int(rng.integers(0, MOST_DIGITS + 1))
