@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "generation.demo_cpu_minutes", (used.ru_utime + used.ru_stime) / 60, "CPU minutes", False, summary=args.summary
     )
     record("generation.floors_broken", report["floors_broken"], "data sets", False, summary=args.summary)
-    record("generation.teacher_gap_points", 100 * max(gaps), "points", False, summary=args.summary)
+    record("generation.teacher_gap_points", round(100 * max(gaps), 6), "points", False, summary=args.summary)
     print(f"{minutes:.1f} minutes; {len(report['adapters'])} adapters, bound {report['bound']}; gaps {gaps}")
 
 
