@@ -1,12 +1,12 @@
 """All figures of a GPU machine in one command: the benchmarks in lanes, one a card, within a time.
 
-    python -m benchmarks.campaign --minutes 9 --out runs/gpu          # what fits, in the order of JOBS
+    python -m benchmarks.campaign --minutes 9 --out runs/gpu          # what fits
     python -m benchmarks.campaign --only smoke reuse scale --minutes 9 --out runs/gpu
     python -m benchmarks.campaign --list
 
-Times of eager prefills and of HTTP are the host's: such jobs run alone, the others beside each other. Every job runs
-in a process group of its own, which is killed at the job's limit. A job writes ``OUT/NAME.log``; all figures go to
-``OUT/summary.json``, which ``python -m benchmarks.summary --merge OUT/summary.json`` takes over.
+Times of eager prefills and of HTTP are the host's: such jobs run first and alone, the others beside each other. Every
+job runs in a process group of its own, which is ended at the job's limit. A job writes ``OUT/NAME.log``; all figures
+go to ``OUT/summary.json``, which ``python -m benchmarks.summary --merge OUT/summary.json`` takes over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.serving.systems import end_group
 from benchmarks.summary import merge
 
 
@@ -46,6 +46,9 @@ class Job:
     alone: bool = False
     records: bool = True
 
+
+PATIENCE = 30.0
+"""Seconds that a job gets to stop its servers and record what it has."""
 
 SERVING, KERNELS = "benchmarks.serving", "benchmarks.kernels"
 JOBS = (
@@ -82,14 +85,14 @@ class Campaign:
 
     Args:
         out: folder of logs and figures.
-        cards: indices of the CUDA devices.
+        cards: the CUDA devices, as ``CUDA_VISIBLE_DEVICES`` names them.
         until: ``time.monotonic()`` at which everything ends.
     """
 
     LEAST = 20.0
     """Seconds that must be left for a job to begin."""
 
-    def __init__(self, out: Path, cards: Sequence[int], until: float) -> None:
+    def __init__(self, out: Path, cards: Sequence[str], until: float) -> None:
         self.out, self.cards, self.until = out, list(cards), until
         self.results: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -105,7 +108,7 @@ class Campaign:
             self._run_one(job, self.cards[: job.cards])
         shared = iter([job for job in left if not job.alone and job.cards == 1])
 
-        def lane(card: int) -> None:
+        def lane(card: str) -> None:
             while True:
                 with self._lock:
                     job = next(shared, None)
@@ -119,7 +122,7 @@ class Campaign:
         for thread in lanes:
             thread.join()
 
-    def _run_one(self, job: Job, cards: Sequence[int]) -> None:
+    def _run_one(self, job: Job, cards: Sequence[str]) -> None:
         limit = min(job.seconds, self.until - time.monotonic())
         if limit < self.LEAST:
             self._say(job, "left out: no time")
@@ -128,7 +131,7 @@ class Campaign:
         command = [sys.executable, "-m", *shlex.split(job.command.format(out=self.out))]
         command += ["--summary", str(summary)] if job.records else []
         threads = max(1, (os.cpu_count() or 1) // (2 * len(self.cards)))
-        env = {"OMP_NUM_THREADS": str(threads), **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, cards))}
+        env = {"OMP_NUM_THREADS": str(threads), **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(cards)}
         began = time.monotonic()
         with (self.out / f"{job.name}.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
@@ -136,7 +139,7 @@ class Campaign:
                 ended = f"status {process.wait(limit)}"
             except subprocess.TimeoutExpired:
                 ended = "stopped"
-                end_group(process)
+                end_group(process, PATIENCE)
         if summary.exists():
             with self._lock:
                 merge(summary, self.out / "summary.json")
@@ -145,16 +148,6 @@ class Campaign:
     def _say(self, job: Job, text: str) -> None:
         self.results[job.name] = text
         print(f"{job.name}: {text}", flush=True)
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process group to end, then kill it."""
-    for number, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(patience)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,7 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no CUDA device", file=sys.stderr)
         return 2
     by_name = {job.name: job for job in JOBS}
-    campaign = Campaign(args.out, range(torch.cuda.device_count()), time.monotonic() + 60 * args.minutes)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    cards = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    campaign = Campaign(args.out, cards, time.monotonic() + 60 * args.minutes)
     campaign.run([by_name[name] for name in args.only] if args.only else JOBS)
     return int(any(not result.startswith("status 0") for result in campaign.results.values()))
 

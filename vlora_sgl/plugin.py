@@ -50,7 +50,7 @@ _installed = False
 
 
 def register() -> None:
-    """Entry point of the group ``sglang.srt.plugins``."""
+    """Entry point of the group in which SGLang looks for plugins (pyproject.toml)."""
     if ENVIRONMENT_VARIABLE in os.environ:
         install()
 

@@ -335,23 +335,28 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def record_rows(args: argparse.Namespace) -> None:
-    """Draw and record what the rows in ``args.out`` say, of runs in parts or cut short, card by card."""
-    path = args.out / f"e2e-{args.workload}.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for card in dict.fromkeys(row["card"] for row in rows):
-        own = [row for row in rows if row["card"] == card]
-        plot([row for row in own if row["workload"] != "uniform"], path.with_suffix(".png"))
-        for name, value, higher in figures(own):
-            note(f"{card}: {name}: {value:.4f}")
-            record(name, value, "ratio", higher, card=card, summary=args.summary)
+def publish(rows: Sequence[dict[str, Any]], card: str, args: argparse.Namespace) -> None:
+    """Draw and record what rows of one card say."""
+    replayed = [row for row in rows if row["workload"] != "uniform"]
+    if replayed:
+        plot(replayed, args.out / f"e2e-{args.workload}.png")
+    for name, value, higher in figures(rows):
+        note(f"{name}: {value:.4f}")
+        record(name, value, "ratio", higher, card=card, summary=args.summary)
+
+
+def publish_recorded(args: argparse.Namespace) -> None:
+    """Publish the rows in ``args.out``, of runs in parts or cut short: those of the card that measured last."""
+    rows = [json.loads(line) for line in (args.out / f"e2e-{args.workload}.jsonl").read_text().splitlines()]
+    card = rows[-1]["card"]
+    publish([row for row in rows if row["card"] == card], card, args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write rows and plot, record figures. Returns 1 if a request failed."""
     args = parse(argv)
     if args.recorded:
-        record_rows(args)
+        publish_recorded(args)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # a time limit: stop the servers, keep what there is
     rows: list[dict[str, Any]] = []
@@ -365,12 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file.flush()
                 rows.append(row)
     finally:
-        replayed = [r for r in rows if r["workload"] != "uniform"]
-        if replayed:
-            plot(replayed, args.out / f"e2e-{args.workload}.png")
-        for name, value, higher in figures(rows):
-            note(f"{name}: {value:.4f}")
-            record(name, value, "ratio", higher, summary=args.summary)
+        publish(rows, card, args)
     return int(any(r.get("failed") for r in rows))
 
 

@@ -197,12 +197,17 @@ class Server:
 
     def stop(self) -> None:
         """End the whole group."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-                self.process.wait(timeout=10)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
+        end_group(self.process, 10.0)
+
+
+def end_group(process: subprocess.Popen[Any], patience: float) -> None:
+    """End a process that leads a group, and what it started: asked to first, killed after ``patience`` seconds."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
 
 
 def free_port() -> int:

@@ -24,7 +24,7 @@ def test_lanes_quiet_jobs_limits_and_figures(tmp_path: Path) -> None:
         job("fails", "--status 3"),
         job("endless", "--seconds 600", seconds=8.0),
     ]
-    campaign = Campaign(tmp_path / "out", [0, 1], time.monotonic() + 120)
+    campaign = Campaign(tmp_path / "out", ["0", "1"], time.monotonic() + 120)
     campaign.LEAST = 1.0
     campaign.run(jobs)
     results = {name: text.partition(" after")[0] for name, text in campaign.results.items()}
@@ -34,7 +34,7 @@ def test_lanes_quiet_jobs_limits_and_figures(tmp_path: Path) -> None:
     beside = {row["name"]: row["value"] for row in read(tmp_path / "out" / "summary.json")}
     assert beside.keys() == {"left", "right", "quiet", "both", "fails"}
     assert beside["quiet"] == beside["both"] == 0 and max(beside["left"], beside["right"]) == 1
-    late = Campaign(tmp_path / "late", [0], time.monotonic() + 1)
+    late = Campaign(tmp_path / "late", ["0"], time.monotonic() + 1)
     late.run(jobs[:1])
     assert late.results == {"left": "left out: no time"}
 

@@ -229,13 +229,14 @@ class AtmmBackend(_sgl.BaseLoRABackend):
             weight_indices: slot of every request, where ``runs`` is not given.
             lora_ranks, scalings: per slot, 0 for slots that hold no adapter.
             use_cuda_graph: the forward replays (or captures) a decode graph.
-            use_prefill_cuda_graph: SGLang's word for it; ours is ``prefill_tokens``.
+            use_prefill_cuda_graph: must be false: our manager says it by ``prefill_tokens``.
             runs: the routing, for every mode: rows in order with their (slot, weight) pairs.
             prefill_tokens: size of the prefill graph that the forward replays (or captures), if it does.
 
         Raises:
             ValueError: a row is routed to a slot that holds no adapter.
         """
+        assert not use_prefill_cuda_graph
         if runs is None:
             extend = forward_batch.forward_mode.is_extend()
             lengths = forward_batch.extend_seq_lens_cpu if extend else [1] * forward_batch.batch_size

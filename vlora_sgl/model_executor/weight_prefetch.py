@@ -38,9 +38,12 @@ class WeightPrefetch:
         self.weight, self.limit, self.stream = weight, limit, stream
 
     def launch(self, rows: int) -> None:
-        """Fetch, while a graph of few rows is captured; behind the last linear, join the streams."""
-        if rows > MAX_ROWS or not _sgl.capture_mode.get_is_capture_mode():
-            return
+        """``fetch``, while a graph of few rows is captured."""
+        if rows <= MAX_ROWS and _sgl.capture_mode.get_is_capture_mode():
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Ask for the weight beside the current stream; behind the last linear, join the streams."""
         current = torch.cuda.current_stream()
         if self.weight is None:
             current.wait_stream(self.stream)

@@ -21,5 +21,5 @@ def is_plain_cpu() -> bool:
 
 
 def activate() -> str | None:
-    """Entry point of the group ``sglang.srt.platforms``: the platform's class path, or ``None`` to stand aside."""
+    """Entry point of the group in which SGLang looks for platforms: the class's path, or ``None`` to stand aside."""
     return "vlora_sgl.platforms.torch_cpu.TorchCpuPlatform" if is_plain_cpu() else None
