@@ -427,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ops", nargs="+", default=tiling.OPS, choices=tiling.OPS)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--budget", type=float, default=1800.0, help="seconds after which the search stops")
-    parser.add_argument("--limit", type=int, default=24, help="candidates per key that survive the pruning")
+    parser.add_argument("--limit", type=int, default=16, help="candidates per key that survive the pruning")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="compiling processes")
     parser.add_argument("--output", type=Path, help="the table to write, by default the shipped one of this device")
     args = parser.parse_args(argv)
