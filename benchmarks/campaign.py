@@ -75,7 +75,6 @@ JOBS = (
     Job("atmm", f"{KERNELS}.bench_atmm --quick --workers 8", 180),
     Job("routing", f"{KERNELS}.bench_routing", 180),
     Job("switch", f"{KERNELS}.bench_switch", 60),
-    Job("prefetch", f"{KERNELS}.bench_prefetch", 90),
     Job("search", f"{KERNELS}.bench_search --out {{out}}/tiles.json", 1800),
 )
 

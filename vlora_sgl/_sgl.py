@@ -42,6 +42,7 @@ NAMES: dict[str, str] = {
     "ServerArgs": "sglang.srt.server_args:ServerArgs",
     "prepare_server_args": "sglang.srt.server_args:prepare_server_args",
     "LORA_BACKEND_CHOICES": "sglang.srt.server_args:LORA_BACKEND_CHOICES",
+    "GRAPHED_PREFILLS": "sglang.srt.configs.model_config:multimodal_breakable_cuda_graph_supported_model_archs",
     # managers
     "Scheduler": "sglang.srt.managers.scheduler:Scheduler",
     "SetInternalStateReq": "sglang.srt.managers.io_struct:SetInternalStateReq",

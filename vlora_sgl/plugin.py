@@ -44,6 +44,9 @@ RADIX_CACHES: dict[str, str] = {
 # Name of a LoRA backend of ours -> its class.
 LORA_BACKENDS: dict[str, str] = {"atmm": "vlora_sgl.lora.backend:AtmmBackend"}
 
+# Architectures that see and whose prefills replay graphs rightly; SGLang captures none but those on its list.
+GRAPHED_PREFILLS = ("Qwen2_5_VLForConditionalGeneration",)
+
 CPU_PLATFORM = "TorchCpuPlatform"
 
 _installed = False
@@ -75,6 +78,7 @@ def install() -> None:
     for name, ours in LORA_BACKENDS.items():
         _sgl.register_lora_backend(name)(partial(pkgutil.resolve_name, ours))
         _sgl.LORA_BACKEND_CHOICES.append(name)
+    _sgl.GRAPHED_PREFILLS.extend(GRAPHED_PREFILLS)
     registry, kinds = _sgl.HookRegistry, _sgl.HookType
     for name, ours in REPLACEMENTS.items():
         registry.register(_dotted(name), pkgutil.resolve_name(ours), kinds.REPLACE)

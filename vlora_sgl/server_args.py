@@ -111,14 +111,6 @@ class VLoraArgs:
         metavar="SIZES",
     )
 
-    prefetch_mb: int = _flag(
-        0,
-        "how much of the next linear's weight a decode step fetches into the L2 cache beforehand, 0 for none; Hopper "
-        "and later; experimental, see docs/modes.md",
-        type=int,
-        metavar="MIB",
-    )
-
     def __post_init__(self) -> None:
         if not (self.theta > 0 and self.wait_bound > 0):
             raise ConfigError(

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = list(jobs_of(MODELS[args.model], RANKS, ROWS, SLOTS, torch.bfloat16))
     args.out.unlink(missing_ok=True)
     began = time.monotonic()
-    search(jobs, args.out, args.budget, args.workers, limit=16)
+    search(jobs, args.out, args.budget, args.workers, limit=24)
     minutes = (time.monotonic() - began) / 60
     found = len(json.loads(args.out.read_text())["entries"])
     print(f"{found} of {len(jobs)} keys in {minutes:.1f} minutes -> {args.out}")

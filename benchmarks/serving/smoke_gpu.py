@@ -1,8 +1,8 @@
 """The end-to-end checks on a GPU, with CUDA graphs: ``python -m benchmarks.serving.smoke_gpu``.
 
-Runs tests/e2e/test_serving.py and test_heads.py against a server with triton attention and decode graphs: every row of
-a mixed batch (base, A, B, A) must have the greedy tokens of its single run, equal to transformers + PEFT in float32 on
-the CPU, and heads their answers.
+Runs tests/e2e/test_serving.py and test_heads.py against a server with triton attention and graphs of decode steps and
+prefills: every row of a mixed batch (base, A, B, A) must have the greedy tokens of its single run, equal to
+transformers + PEFT in float32 on the CPU, and heads their answers.
 ``--modes`` adds every inference mode in bfloat16, and two tensor-parallel ranks where there are two cards.
 Takes about two minutes, four with ``--modes``. Prints the card, the versions and the seconds; exits with pytest's
 status.
@@ -23,7 +23,8 @@ from vlora_sgl._sgl import SGLANG_VERSION
 
 SERVER_FLAGS = (
     "--dtype {dtype} --attention-backend {attention} --mm-attention-backend triton_attn --sampling-backend pytorch "
-    "--disable-fast-image-processor --cuda-graph-bs-decode 1 2 4 --mem-fraction-static 0.3 --max-total-tokens 65536"
+    "--disable-fast-image-processor --cuda-graph-bs-decode 1 2 4 --cuda-graph-bs-prefill 16 64 256 1024 "
+    "--mem-fraction-static 0.3 --max-total-tokens 65536"
 )
 
 

@@ -14,20 +14,14 @@ from torch import nn
 
 from vlora_sgl import _sgl
 from vlora_sgl.kernels.atmm.launch import MAX_PARTS
-from vlora_sgl.model_executor.weight_prefetch import WeightPrefetch
 
 
 class _Atmm:
-    """What the layers below share; ``set_lora_info`` reads the operands once.
-
-    Attributes:
-        ahead: what to fetch of the next linear's weight while the model does something else, or ``None``.
-    """
+    """What the layers below share; ``set_lora_info`` reads the operands once."""
 
     base_layer: Any
     lora_backend: Any
     lora_active: bool
-    ahead: WeightPrefetch | None = None
 
     def set_lora_info(self, *buffers: torch.Tensor) -> None:
         """Take the pool's buffers, a [slots, parts * R, K] and b [slots, N, R]."""
@@ -55,12 +49,6 @@ class _Atmm:
             return backend.linear(x, base.weight, bias, self.a, self.b, self.offsets)
         return backend.add(base.quant_method.apply(base, x, bias), x, self.a, self.b, self.offsets)
 
-    def done(self, result: Any) -> Any:
-        """The forward's result, with the next weight on its way into the cache."""
-        if self.ahead is not None:
-            self.ahead.launch(result[0].shape[0])
-        return result
-
     def column_forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A column-parallel or replicated linear: (output, bias that was skipped)."""
         base = self.base_layer
@@ -74,28 +62,28 @@ class AtmmColumnLinear(_Atmm, _sgl.ColumnParallelLinearWithLoRA):
     """One column-parallel projection."""
 
     def forward(self, input_: torch.Tensor) -> Any:
-        return self.done(self.column_forward(input_) if self.lora_active else super().forward(input_))
+        return self.column_forward(input_) if self.lora_active else super().forward(input_)
 
 
 class AtmmMergedColumnLinear(_Atmm, _sgl.MergedColumnParallelLinearWithLoRA):
     """gate_up and other stacked column-parallel projections."""
 
     def forward(self, input_: torch.Tensor) -> Any:
-        return self.done(self.column_forward(input_) if self.lora_active else super().forward(input_))
+        return self.column_forward(input_) if self.lora_active else super().forward(input_)
 
 
 class AtmmQKVLinear(_Atmm, _sgl.QKVParallelLinearWithLoRA):
     """q, k and v of unequal widths."""
 
     def forward(self, input_: torch.Tensor) -> Any:
-        return self.done(self.column_forward(input_) if self.lora_active else super().forward(input_))
+        return self.column_forward(input_) if self.lora_active else super().forward(input_)
 
 
 class AtmmReplicatedLinear(_Atmm, _sgl.ReplicatedLinearWithLoRA):
     """A linear that every rank holds whole."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.done(self.column_forward(x) if self.lora_active else super().forward(x))
+        return self.column_forward(x) if self.lora_active else super().forward(x)
 
 
 class AtmmRowLinear(_Atmm, _sgl.RowParallelLinearWithLoRA):
@@ -104,13 +92,13 @@ class AtmmRowLinear(_Atmm, _sgl.RowParallelLinearWithLoRA):
     def forward(self, input_: torch.Tensor, skip_all_reduce: bool = False, forward_batch: Any = None) -> Any:
         base = self.base_layer
         if not self.lora_active or not base.input_is_parallel:
-            return self.done(super().forward(input_, skip_all_reduce, forward_batch))
+            return super().forward(input_, skip_all_reduce, forward_batch)
         y = self.project(input_, None if base.tp_rank > 0 or base.skip_bias_add else base.bias)
         reduce = base.reduce_results and base.tp_size > 1 and not skip_all_reduce
         if reduce and not _sgl.should_skip_mlp_all_reduce():
             group = _sgl.get_parallel().attn_tp_group if base.use_dp_attention_reduce else None
             y = group.all_reduce(y) if group is not None else _sgl.tensor_model_parallel_all_reduce(y)
-        return self.done((y, base.bias if base.skip_bias_add else None))
+        return y, base.bias if base.skip_bias_add else None
 
     def apply_lora(self, base_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """For inputs that the stock forward splits first."""

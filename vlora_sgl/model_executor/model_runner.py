@@ -6,12 +6,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
-
 from vlora_sgl import _sgl
-from vlora_sgl.kernels.devices import is_hopper
 from vlora_sgl.managers import encoder_cache
-from vlora_sgl.model_executor import vision_graphs, weight_prefetch
+from vlora_sgl.model_executor import vision_graphs
 from vlora_sgl.server_args import VLoraArgs
 
 READERS = frozenset(
@@ -53,12 +50,10 @@ class VLoraModelRunner(_sgl.ModelRunner):
         if manager is not None:
             slots = self.max_total_num_tokens + self.page_size  # SGLang pads its KV cache by a page
             manager.bind_pools(self.req_to_token_pool.req_to_token, slots)
-        settings = VLoraArgs.from_environment()
-        if manager is not None and settings.prefetch_mb and is_hopper(manager.device):
-            weight_prefetch.install(manager.lora_modules, settings.prefetch_mb << 20, torch.cuda.Stream())
+        limit = VLoraArgs.from_environment().vision_graphs
         # Ranks would have to capture their reductions together.
         alone = self.server_args.tp_size == 1 and not self.server_args.disable_cuda_graph
-        self.vision_graphs = vision_graphs.install(self.model, settings.vision_graphs if alone else 0)
+        self.vision_graphs = vision_graphs.install(self.model, limit if alone else 0)
         return super().init_cuda_graphs(*args, **kwargs)
 
     def check_weights(self, action: str, allow_quant_error: bool = False) -> Any:

@@ -268,7 +268,7 @@ def dense_linear_kernel(
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
             acc = _dot(b_tile, low.T, acc)
     else:
-        for i in range(split, n_active, SPLIT):
+        for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
             b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k_low, R, True)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
             acc = _dot(b_tile, low.T, acc)
