@@ -31,6 +31,7 @@ from textwrap import fill
 from typing import Any
 
 from benchmarks.serving.replay import replay, summarize
+from benchmarks.serving.shape7b import SHAPE_7B
 from benchmarks.serving.systems import SYSTEMS, Deployment, Server, make_deployment
 from benchmarks.serving.traces import RETRIEVAL, VIDEO, Speaker, Workload, trace, without_adapters
 from benchmarks.summary import SUMMARY, card_name, record
@@ -253,6 +254,24 @@ def note(text: str) -> None:
     print(text, flush=True)
 
 
+def _linears() -> list[tuple[int, int]]:
+    """(inputs, outputs) of every linear with adapters, of the 7B shape."""
+    hidden, inner = SHAPE_7B["hidden_size"], SHAPE_7B["intermediate_size"]
+    small = hidden // SHAPE_7B["num_attention_heads"] * SHAPE_7B["num_key_value_heads"]
+    layer = [(hidden, hidden)] * 2 + [(hidden, small)] * 2 + [(hidden, inner)] * 2 + [(inner, hidden)]
+    return layer * SHAPE_7B["num_hidden_layers"]
+
+
+def adapter_numbers(rank: int) -> int:
+    """Weights of an adapter, all of which a decode step reads."""
+    return sum(rank * (k + n) for k, n in _linears())
+
+
+def base_numbers() -> int:
+    """Weights of the base model that a decode step reads."""
+    return sum(k * n for k, n in _linears()) + SHAPE_7B["vocab_size"] * SHAPE_7B["hidden_size"]
+
+
 Figure = tuple[str, float, bool]
 
 
@@ -294,9 +313,12 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
         add("uniform8.prefill_vs_off", off["prefill"] / eight["prefill"], True)
     if off and one:
         add("one_adapter_vs_off", off["decode_step"] / one["decode_step"], True)
-    spread = {n: r["decode_step"] for (system, n), r in uniform.items() if system == "unmerged"}
-    if {2, 64} <= spread.keys():
-        add("flat_2_64", spread[2] / spread[64], True)
+    few, many = uniform.get(("unmerged", 2)), uniform.get(("unmerged", 64))
+    if off and few and many:
+        # What the bytes of more adapters cost, at the rate at which the base model's are read.
+        more = min(64, many["rows"]) - 2
+        bytes_cost = more * adapter_numbers(many["rank"]) / base_numbers() * off["decode_step"]
+        add("flat_2_64", (many["decode_step"] - bytes_cost) / few["decode_step"])
     return found
 
 

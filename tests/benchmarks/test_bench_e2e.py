@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving.bench_e2e import figures, parse, requests_of
+from benchmarks.serving.bench_e2e import adapter_numbers, base_numbers, figures, parse, requests_of
 from benchmarks.serving.replay import Outcome, summarize
 from benchmarks.serving.systems import SYSTEMS, Deployment
 from benchmarks.serving.traces import IMAGE_TOKENS, RETRIEVAL, VIDEO, Arrival, Speaker, Workload, trace
@@ -72,9 +72,18 @@ def row(system: str, latency: float, **more: Any) -> dict[str, Any]:
 def test_figures_are_the_worst_cells() -> None:
     rows = [row("cost", 6.0), row("csgmv", 10.0), row("dlora", 8.0), row("unmerged", 6.6)]
     rows += [row("cost", 9.0, skew=0.1), row("csgmv", 10.0, skew=0.1)]
+    bytes_of_30 = 30 * adapter_numbers(64) / base_numbers()
+    assert 0.6 < bytes_of_30 < 0.8  # 30 adapters of 0.32 GB, over 14 GB
+    times = [
+        ("unmerged", 8, 8.0, 200.0),
+        ("off", 0, 6.8, 180.0),
+        ("cost", 1, 6.85, 180.0),
+        ("unmerged", 2, 7.0, 180.0),
+    ]
+    times += [("unmerged", 64, 7.7 + 6.8 * bytes_of_30, 300.0)]
     rows += [
-        {"workload": "uniform", "rank": 64, "system": s, "adapters": n, "decode_step": d, "prefill": p}
-        for s, n, d, p in (("unmerged", 8, 8.0, 200.0), ("off", 0, 6.8, 180.0), ("cost", 1, 6.85, 180.0))
+        {"workload": "uniform", "rank": 64, "rows": 32, "system": s, "adapters": n, "decode_step": d, "prefill": p}
+        for s, n, d, p in times
     ]
     found = {name: value for name, value, _ in figures(rows)}
     assert found == pytest.approx(
@@ -87,6 +96,7 @@ def test_figures_are_the_worst_cells() -> None:
             "e2e.uniform8.r64.decode_vs_off": 0.85,
             "e2e.uniform8.prefill_vs_off": 0.9,
             "e2e.one_adapter_vs_off": 6.8 / 6.85,
+            "e2e.flat_2_64": 1.1,
         }
     )
 
