@@ -169,7 +169,7 @@ class Case:
             self.base.gates.copy_(self.gates)
             self.tables.route_decode(self.base.gates, x, self.ids, self.part.request, self.seq_lens, self.out)
             return self.base
-        weights = self.tables.weights_of(self.part, x, self.ids, self.out)
+        weights = self.tables.route_prefill(self.part, x, self.ids, self.out)
         return device_tiles(self.base, [Routed(self.part.rows, weights, range(self.members), 1)], [])
 
     def lora(self, routing: Routing) -> None:

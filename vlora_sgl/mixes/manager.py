@@ -237,7 +237,7 @@ class MixingLoRAManager(DescribedLoRAManager):
                     column.append(values)
                 at += n
             routed.append(np.concatenate(columns[0]))
-            on_device = [put(np.concatenate(column, dtype=np.int64), self.device) for column in columns]
+            on_device = put([np.concatenate(column, dtype=np.int64) for column in columns], self.device)
             on_device[3] = forward_batch.req_pool_indices[on_device[3]]
             found.append(MixRows(self.mixes[name].index, *on_device))
         self._mix_rows = np.concatenate(routed)
@@ -260,10 +260,11 @@ class MixingLoRAManager(DescribedLoRAManager):
             return
         always = super()._slot_pairs(None, self.plan.merged_adapter if self.switcher is not None else None)
         by_index = {mix.index: mix for mix in self.mixes.values()}
+        weights_of = tables.weights_of if self.device.type == "cpu" else tables.route_prefill
         parts = []
         for part in self._rows:
             mix = by_index[part.index]
-            weights = tables.weights_of(part, x, forward_batch.input_ids, forward_batch.out_cache_loc)
+            weights = weights_of(part, x, forward_batch.input_ids, forward_batch.out_cache_loc)
             slots = [self._slot(uid) for uid in mix.members]
             parts.append(Routed(part.rows, weights, slots, mix.spec.top_k, always))
         routing = batch.routing

@@ -1,14 +1,13 @@
 """From the weights of routed rows to the operator's row groups, after the rows' router has spoken.
 
 On a GPU the host does not know the decision and does not wait for it: rows are sorted by member tuple on the device,
-into as many tiles as could be needed at most. Grouping by tuple lets the grouped kernels stay as they are.
+into as many tiles as could be needed at most (``tiles``). Grouping by tuple lets the grouped kernels stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -17,8 +16,11 @@ import torch
 
 from vlora_sgl.kernels.atmm import Group, Pairs, Routing
 from vlora_sgl.kernels.atmm.routing import grouped_tables, slot_word
+from vlora_sgl.mixes.router import MAX_MEMBERS
+from vlora_sgl.mixes.tiles import BLOCK, CHUNK, MAX_TUPLES, NEXT_USED, tiles_kernel
 
-BLOCK = 64  # rows per tile
+ALIGN = 128
+"""Bytes, of a table in a buffer of several: a kernel is compiled anew for a pointer that 16 does not divide."""
 
 
 @dataclass(frozen=True)
@@ -70,101 +72,74 @@ def host_groups(parts: Sequence[Routed], others: Sequence[Group]) -> list[Group]
 def device_tiles(routing: Routing, parts: Sequence[Routed], others: Sequence[Group]) -> Routing:
     """The grouped kernels' tables, with the routed rows in tiles made on the device; no wait for the host.
 
+    The host writes the tables as far as it knows them and sends them in one copy; a kernel per part does the rest.
+
     Args:
         routing: the batch's, as the host knows it.
         parts: the routed rows.
         others: the groups of all other rows.
     """
-    device = parts[0].rows.device
-    keys: list[torch.Tensor] = []
-    gates: list[torch.Tensor] = []
-    tuples: list[tuple[int, ...]] = []
-    for part in parts:
-        key, gate, named = _tuples_of(part, routing)
-        keys.append(key + len(tuples))
-        gates.append(gate)
-        tuples += named
-    host_rows, host_slots, host_gates = grouped_tables(others, routing.ranks, routing.scalings, routing.places, BLOCK)
-    width = max(host_slots.shape[1], *(len(named) for named in tuples))
-    words = np.zeros((len(tuples), width), dtype=np.int32)
-    for u, one in enumerate(tuples):
-        words[u, : len(one)] = one
-    wide = [torch.nn.functional.pad(gate, (0, width - gate.shape[1])) for gate in gates]
-    rows, key = torch.cat([part.rows for part in parts]), torch.cat(keys)
-    tile_rows, tile_tuple, tile_gates, used = _tiles(rows, key, torch.cat(wide), len(tuples))
-    pad = width - host_slots.shape[1]
-    to = partial(put, device=device)
+    tuples = [_tuples_of(part, routing) for part in parts]
+    known = grouped_tables(others, routing.ranks, routing.scalings, routing.places, BLOCK)
+    first, width = len(known[0]), max(known[1].shape[1], *(words.shape[1] for words in tuples))
+    # A tuple's last tile may be partly filled; one without rows has no tile.
+    count = first + sum(
+        len(part.rows) // BLOCK + min(len(words), len(part.rows)) for part, words in zip(parts, tuples, strict=True)
+    )
+    rows = np.full((count, BLOCK), -1, dtype=np.int32)
+    slots = np.zeros((count, width), dtype=np.int32)
+    gates = np.zeros((count, width, BLOCK), dtype=np.float32)
+    for table, values in zip((rows, slots[:, : known[1].shape[1]], gates[:, : known[2].shape[1]]), known, strict=True):
+        table[:first] = values
+    used = np.full(NEXT_USED * len(parts) + 1, first, dtype=np.int32)
+    scales = [np.asarray([routing.scalings[slot] for slot in part.slots], dtype=np.float32) for part in parts]
+    always = [np.asarray([w * routing.scalings[slot] for slot, w in part.always], dtype=np.float32) for part in parts]
+    tile_rows, tile_gates, tile_slots, n_tiles, *own = put(
+        [rows, gates, slots, used, *tuples, *scales, *always], parts[0].rows.device
+    )
+    k = len(parts)
+    for p, part in enumerate(parts):
+        tiles_kernel[(len(tuples[p]),)](
+            tile_rows, tile_gates, tile_slots, n_tiles[NEXT_USED * p :],
+            part.weights, part.rows, own[p], own[k + p], own[2 * k + p],
+            len(part.rows), len(part.slots), part.top_k, len(part.always), width,
+            MEMBERS=MAX_MEMBERS, TUPLES=MAX_TUPLES, BLOCK=BLOCK, CHUNK=CHUNK, NEXT_USED=NEXT_USED, num_warps=8,
+        )  # fmt: skip
     return replace(
-        routing,
-        tile_rows=torch.cat([to(host_rows), tile_rows]),
-        tile_slots=torch.cat([to(np.pad(host_slots, ((0, 0), (0, pad)))), to(words)[tile_tuple]]),
-        tile_gates=torch.cat([to(np.pad(host_gates, ((0, 0), (0, pad), (0, 0)))), tile_gates]),
-        n_tiles=(used + len(host_rows)).to(torch.int32).reshape(1),
+        routing, tile_rows=tile_rows, tile_slots=tile_slots, tile_gates=tile_gates, n_tiles=n_tiles[NEXT_USED * k :]
     )
 
 
-def _tuples_of(part: Routed, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, ...]]]:
-    """(tuple of every row [n], gate of every slot of its tuple [n, P], the slot words of each tuple)."""
-    members, device, scalings = len(part.slots), part.weights.device, routing.scalings
-    chosen: list[tuple[int, ...]] = [(), *((k,) for k in range(members))]
-    if part.top_k > 1:
-        chosen = list(combinations(range(members), 2))
-    index = np.zeros((members, members), dtype=np.int64)
-    for u, named in enumerate(chosen):
-        if named:
-            index[named[0], named[-1]] = u
-    held = part.weights != 0
-    place = torch.arange(members, device=device)
-    lowest = torch.where(held, place, members).amin(1)
-    highest = torch.where(held, place, -1).amax(1)
-    found = put(index, device)[lowest.clamp(max=members - 1), highest.clamp(min=0)]
-    key = torch.where(highest < 0, 0, found)
-    scales = put(np.asarray([scalings[slot] for slot in part.slots], dtype=np.float32), device)
-    scaled = torch.nn.functional.pad(part.weights * scales, (0, 1))  # a last column of zeros, for "no member"
-    first = torch.where(highest < 0, members, lowest)
-    columns = [first] if part.top_k == 1 else [first, highest]
-    gate = scaled.gather(1, torch.stack(columns, 1))
-    extra = [torch.full((len(key), 1), weight * scalings[slot], device=device) for slot, weight in part.always]
+def _tuples_of(part: Routed, routing: Routing) -> np.ndarray:
+    """[tuples, P] int32: the slot words that a row with each tuple of members applies, 0 for none."""
+    members = range(len(part.slots))
+    chosen = combinations(members, 2) if part.top_k > 1 else [(), *((k,) for k in members)]
 
-    def words(slots: Sequence[int]) -> tuple[int, ...]:
-        return tuple(slot_word(routing.places[slot], routing.ranks[slot]) for slot in slots)
+    def words(slots: Sequence[int]) -> list[int]:
+        return [slot_word(routing.places[slot], routing.ranks[slot]) for slot in slots]
 
     always = words([slot for slot, _ in part.always])
-    tuples = [always + words([part.slots[k] for k in named]) for named in chosen]
-    return key, torch.cat([*extra, gate], 1), tuples
-
-
-def _tiles(
-    rows: torch.Tensor, key: torch.Tensor, gates: torch.Tensor, tuples: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows sorted by key into tiles: (rows [T, BLOCK], key [T], gates [T, P, BLOCK], tiles in use); T is a bound."""
-    count, device = len(rows), rows.device
-    bound = count // BLOCK + min(tuples, count)
-    order = key.argsort(stable=True)
-    ordered = key[order]
-    sizes = torch.zeros(tuples, dtype=torch.int64, device=device).scatter_add_(0, key, torch.ones_like(key))
-    tiles = (sizes + BLOCK - 1) // BLOCK
-    ends, row_ends = tiles.cumsum(0), sizes.cumsum(0)
-    offset = torch.arange(count, device=device) - (row_ends - sizes)[ordered]
-    tile, lane = (ends - tiles)[ordered] + offset // BLOCK, offset % BLOCK
-    tile_rows = torch.full((bound, BLOCK), -1, dtype=torch.int32, device=device)
-    tile_rows[tile, lane] = rows[order].to(torch.int32)
-    tile_gates = torch.zeros(bound, gates.shape[1], BLOCK, device=device)
-    tile_gates[tile, :, lane] = gates[order]
-    owner = torch.searchsorted(ends, torch.arange(bound, device=device), right=True).clamp(max=tuples - 1)
-    return tile_rows, owner, tile_gates, ends[-1]
+    named = [words([part.slots[k] for k in one]) for one in chosen]
+    return np.asarray([always + one + [0] * (part.top_k - len(one)) for one in named], dtype=np.int32)
 
 
 def add_gates(routing: Routing, part: Routed) -> None:
     """Add the members' gates to ATMM's dense tables, in place."""
     assert routing.gates is not None
     device = part.weights.device
-    slots = put(np.asarray(part.slots, dtype=np.int64), device)
-    scales = put(np.asarray([routing.scalings[slot] for slot in part.slots], dtype=np.float32), device)
-    routing.gates.index_put_((part.rows[:, None], slots[None]), part.weights * scales, accumulate=True)
+    scales = np.asarray([routing.scalings[slot] for slot in part.slots], dtype=np.float32)
+    slots, scale = put([np.asarray(part.slots, dtype=np.int64), scales], device)
+    routing.gates.index_put_((part.rows[:, None], slots[None]), part.weights * scale, accumulate=True)
 
 
-def put(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on a device, without waiting for it."""
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+def put(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Host arrays on a device, in one copy that nobody waits for; each aligned to ``ALIGN``."""
+    starts = np.cumsum([0, *(-(-array.nbytes // ALIGN) * ALIGN for array in arrays)]).tolist()
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for start, array in zip(starts, arrays, strict=False):
+        host.numpy()[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)
+    return [
+        there[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
+    ]

@@ -1,8 +1,9 @@
 """The routers of all loaded mixes at fixed addresses, and the routing of a batch's rows by them.
 
-Two ways to one result. ``weights_of`` is plain torch: a CPU, and prefills. ``route_decode`` is one kernel over a batch
-of decode rows which a CUDA graph can hold: it reads what ``refresh`` wrote and adds to the gates of ATMM's dense
-tables. Vote totals lie beside the KV cache, one per token slot, so a prefix found there brings its total along.
+Three ways to one result. ``weights_of`` is plain torch, for a CPU. ``route_prefill`` says the same on a GPU, in a few
+launches. ``route_decode`` is one kernel over a batch of decode rows which a CUDA graph can hold: it reads what
+``refresh`` wrote and adds to the gates of ATMM's dense tables. Vote totals lie beside the KV cache, one per token
+slot, so a prefix found there brings its total along.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import triton
 
+from vlora_sgl.mixes import prefill
 from vlora_sgl.mixes.kernel import route_decode_kernel
 from vlora_sgl.mixes.router import MAX_MEMBERS, WIDTH, prefix_totals, quantised, top_weights
 from vlora_sgl.mixes.spec import MODALITIES, MixSpec
@@ -57,7 +59,8 @@ class MixTables:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.capacity, self.hidden, self.vocabulary, self.device = capacity, hidden, vocabulary, device
-        self.w1, self.b1 = zeros(capacity, WIDTH, hidden), zeros(capacity, WIDTH)
+        # W1 transposed: threads of a multiprocessor then read neighbouring words of its shared memory, not one bank's.
+        self.w1, self.b1 = zeros(capacity, hidden, WIDTH), zeros(capacity, WIDTH)
         self.w2, self.b2 = zeros(capacity, MAX_MEMBERS, WIDTH), zeros(capacity, MAX_MEMBERS)
         # [X, V] member of every text token, [X, modalities] of every other one; BASE for none.
         self.by_token = zeros(capacity, vocabulary, dtype=torch.int8)
@@ -97,7 +100,7 @@ class MixTables:
         learned = (members if router else 0, spec.top_k, int(router is not None and router.context == "prefix"), 0)
         self.settings[index] = torch.tensor(learned, dtype=torch.int32).to(self.device)
         if router is not None:
-            self.w1[index], self.b1[index] = router.w1.to(self.device), router.b1.to(self.device)
+            self.w1[index], self.b1[index] = router.w1.T.to(self.device), router.b1.to(self.device)
             self.w2[index, :members], self.b2[index, :members] = router.w2.to(self.device), router.b2.to(self.device)
         return index
 
@@ -128,6 +131,44 @@ class MixTables:
         self.totals[out_slots[part.rows], :members] = totals
         place = torch.arange(len(part.rows), device=x.device) - part.first
         return top_weights(totals, part.prefix + place + 1, spec.top_k)
+
+    def route_prefill(
+        self, part: MixRows, x: torch.Tensor, ids: torch.Tensor, out_slots: torch.Tensor
+    ) -> torch.Tensor:
+        """What ``weights_of`` does, as kernels."""
+        spec, mix, n = self.specs[part.index], part.index, len(part.rows)
+        members = len(spec.members)
+        weights = torch.empty(n, members, dtype=torch.float32, device=x.device)
+        blocks = (triton.cdiv(n, prefill.ROWS),)
+        if spec.router is None:
+            prefill.table_kernel[blocks](
+                weights, part.rows, part.modality, ids, self.by_token, self.by_modality,
+                n, mix, members, self.vocabulary,
+                MODALITIES=len(MODALITIES), MEMBERS=MAX_MEMBERS, ROWS=prefill.ROWS,
+            )  # fmt: skip
+            return weights
+        splits = min(prefill.SPLITS, triton.cdiv(self.hidden, prefill.PROJECT_BLOCK))
+        size = triton.cdiv(self.hidden, splits * prefill.PROJECT_BLOCK) * prefill.PROJECT_BLOCK
+        low = torch.empty(splits, n, WIDTH, dtype=torch.float32, device=x.device)
+        squares = torch.empty(splits, n, dtype=torch.float32, device=x.device)
+        prefill.project_kernel[(triton.cdiv(n, prefill.PROJECT_ROWS), splits)](
+            low, squares, x, part.rows, self.w1, n, mix, x.stride(0),
+            HIDDEN=self.hidden, WIDTH=WIDTH, ROWS=prefill.PROJECT_ROWS, BLOCK=prefill.PROJECT_BLOCK, PART=size,
+        )  # fmt: skip
+        by_prefix = spec.router.context == "prefix"
+        votes = torch.empty(n, MAX_MEMBERS, dtype=torch.int32, device=x.device) if by_prefix else weights
+        prefill.vote_kernel[blocks](
+            votes, low, squares, self.b1, self.w2, self.b2, self.settings, n, mix,
+            HIDDEN=self.hidden, WIDTH=WIDTH, MEMBERS=MAX_MEMBERS, ROWS=prefill.ROWS, SPLITS=splits,
+            BY_PREFIX=by_prefix,
+        )  # fmt: skip
+        if by_prefix:
+            prefill.prefix_kernel[blocks](
+                weights, votes, part.rows, part.first, part.request, part.prefix, out_slots, self.settings,
+                self.totals, self.req_to_token, n, mix, self.req_to_token.stride(0),
+                MEMBERS=MAX_MEMBERS, ROWS=prefill.ROWS, CHUNK=prefill.CHUNK,
+            )  # fmt: skip
+        return weights
 
     def refresh(self, mixes: Sequence[int], members: Mapping[int, Sequence[tuple[int, float]]]) -> None:
         """What the next decode step is: the mix of every row, and the (slot, scaling) of each mix's members.
