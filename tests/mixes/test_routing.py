@@ -92,7 +92,7 @@ def spec_weights(spec: MixSpec, x: torch.Tensor, ids: list[int], kinds: list[int
             if member is not None:
                 row[member] = 1.0
         else:
-            vote = quantised(spec.router(x[t])).numpy().astype(np.float64) / UNIT
+            vote = quantised(spec.router.cpu()(x[t])).numpy().astype(np.float64) / UNIT
             total = total + vote if spec.router.context == "prefix" else vote
             mean = total / (t + 1 if spec.router.context == "prefix" else 1)
             best = sorted(range(len(row)), key=lambda k: (-mean[k], k))[: spec.top_k]
