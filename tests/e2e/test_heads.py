@@ -203,8 +203,9 @@ def test_the_engines_methods(server: Server, headed: dict[str, Path]) -> None:
     prompt = template(turn, tokenize=False, add_generation_prompt=True)
     for method, head in ((engine.classify, "kind"), (engine.count, "dots"), (engine.detect, "find")):
         found = method(image, adapter="H1", prompt="Is there a cat?")
-        assert_close(found, ask(server, "H1", head, image, prompt), tolerance=1e-4)
-        assert_close(method([image], adapter="H1", head=head, prompt="Is there a cat?"), found, tolerance=1e-4)
+        again = method([image], adapter="H1", head=head, prompt="Is there a cat?")
+        for other in (ask(server, "H1", head, image, prompt), again):
+            assert_close(other, found, tolerance=1e-4 * ROUNDING**2)
     with pytest.raises(HeadError, match=r"kind \(classify\), dots \(count\), find \(detect\)"):
         engine.classify(image, adapter="H1", head="dots")
     with pytest.raises(HeadError, match="needs an image"):

@@ -56,6 +56,28 @@ def test_a_size_is_captured_after_a_few_images_and_then_replayed(captured: list[
     assert encoder.eager == AFTER + 3
 
 
+def test_several_images_replay_the_graphs_of_their_sizes(captured: list[torch.Tensor]) -> None:
+    encoder = Qwen2_5_VisionTransformer()
+    graphs = VisionGraphs(encoder, 4)
+    small, large = (1, 2, 2), (1, 2, 4)
+
+    def together(*grids: tuple[int, int, int]) -> None:
+        x = torch.rand(sum(t * h * w for t, h, w in grids), 2)
+        assert torch.equal(graphs(x, torch.tensor(grids)), 2 * x)
+
+    together(small, small, large, small, small)  # the fourth of the small ones is captured
+    assert [grid.tolist() for grid in captured] == [[list(small)]]
+    eager = encoder.eager
+    together(small, small)
+    together(small, small, small)
+    assert encoder.eager == eager and graphs.state() == {"graphs": 1, "graph_replays": 5}
+    together(small, large)  # one size is not known yet
+    assert encoder.eager == eager + 1
+    for _ in range(AFTER):  # a combination that comes often is encoded together
+        together(small, small)
+    assert [2] in [[len(grid)] for grid in captured]
+
+
 def test_the_least_recently_used_size_leaves(captured: list[torch.Tensor]) -> None:
     encoder = Qwen2_5_VisionTransformer()
     graphs = VisionGraphs(encoder, 2)

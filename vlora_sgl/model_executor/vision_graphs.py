@@ -4,6 +4,7 @@ An encoder of 32 blocks is some 600 launches; on a recent GPU they take the host
 takes the device, so the host sets the time to the first token. A camera or a web page sends images of few sizes, so
 after a few of one size its encoder is captured and replayed. Everything but the pixels depends on the grid alone
 (positions, windows, lengths): the key is the grid, and the recorded arguments of the blocks are the graph's constants.
+Several images that are encoded together are a key of their own; before that has come often, each replays its size's.
 
 SGLang has such graphs too (``SGLANG_VIT_ENABLE_CUDA_GRAPH``), keyed by the number of patches: two grids of as many
 patches would share one, with the wrong windows, and every size is captured when it first comes.
@@ -28,9 +29,8 @@ AFTER = 3
 REMEMBERED = 512
 """Sizes that are counted at a time."""
 
-MAX_PATCHES = 2048
-"""Of 512 image tokens. Larger inputs keep the device busy about as long as their launches keep the host; with 4,096
-patches a run on an H200 was slower with graphs, for a reason that is not known."""
+MAX_PATCHES = 8192
+"""Of 2,048 image tokens. Larger inputs keep the device busy longer than their launches keep the host."""
 
 Key = tuple[tuple[int, ...], ...]
 
@@ -53,17 +53,31 @@ class VisionGraphs:
 
     def __call__(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
         """As the encoder: embeddings of patches x [S, pixels] of images with grids ``grid_thw`` [images, 3]."""
-        if grid_thw.is_cuda or x.shape[0] > MAX_PATCHES or not self.limit:
+        if grid_thw.is_cuda or not self.limit:
             return self._eager(x, grid_thw)
         key: Key = tuple(map(tuple, grid_thw.tolist()))
-        graph = self._graphs.get(key)
-        if graph is not None:
-            self._graphs.move_to_end(key)
-            self.replays += 1
-            return graph(x)
-        if not self._due(key):
+        if key in self._graphs:
+            return self._replay(key, x)
+        if x.shape[0] <= MAX_PATCHES and self._due(key):
+            return self._capture(key, x, grid_thw)
+        if len(key) == 1:
             return self._eager(x, grid_thw)
-        return self._capture(key, x, grid_thw)
+        # Several images, in a combination that does not come often: one after the other, if every size is known.
+        parts = x.split([t * h * w for t, h, w in key])
+        unknown = [i for i, grid in enumerate(key) if (grid,) not in self._graphs]
+        if not unknown:
+            return torch.cat([self._replay((grid,), part) for grid, part in zip(key, parts, strict=True)])
+        answer = self._eager(x, grid_thw)
+        for i in unknown:
+            if len(parts[i]) <= MAX_PATCHES and self._due((key[i],)):
+                self._capture((key[i],), parts[i], grid_thw[i : i + 1])
+                break
+        return answer
+
+    def _replay(self, key: Key, x: torch.Tensor) -> torch.Tensor:
+        self._graphs.move_to_end(key)
+        self.replays += 1
+        return self._graphs[key](x)
 
     def state(self) -> dict[str, int]:
         """Figures for ``/vlora/stats``."""
