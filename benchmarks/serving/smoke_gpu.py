@@ -23,8 +23,8 @@ from vlora_sgl._sgl import SGLANG_VERSION
 
 SERVER_FLAGS = (
     "--dtype {dtype} --attention-backend {attention} --mm-attention-backend triton_attn --sampling-backend pytorch "
-    "--disable-fast-image-processor --cuda-graph-bs-decode 1 2 4 --cuda-graph-bs-prefill 4 8 16 32 64 128 256 512 1024 "
-    "--mem-fraction-static 0.3 --max-total-tokens 65536"
+    "--disable-fast-image-processor --cuda-graph-bs-decode 1 2 4 "
+    "--cuda-graph-bs-prefill 4 8 16 32 64 128 256 512 1024 --mem-fraction-static 0.3 --max-total-tokens 65536"
 )
 
 
