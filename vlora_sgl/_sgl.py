@@ -80,6 +80,8 @@ NAMES: dict[str, str] = {
     "register_radix_cache_backend": "sglang.srt.mem_cache.registry:register_radix_cache_backend",
     "default_radix_cache_factory": "sglang.srt.mem_cache.registry:default_radix_cache_factory",
     "mm_utils": "sglang.srt.managers.mm_utils",
+    "chunked_prefill_embedding": "sglang.srt.managers.mm_utils:_get_chunked_prefill_embedding",
+    "adjust_embedding_length": "sglang.srt.managers.mm_utils:_adjust_embedding_length",
     "MultiModalStaticCache": "sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache",
     # LoRA
     "lora_module": "sglang.srt.lora.lora",
@@ -148,6 +150,11 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "RadixCache._split_node": ("self", "key", "child", "split_len"),
     "MultiModalStaticCache.get": ("self", "mm_hashes", "combined_hash"),
     "MultiModalStaticCache.get_single": ("self", "mm_hash"),
+    "chunked_prefill_embedding": (
+        *("data_embedding_func", "embedding_items", "items_size", "prefix_length", "extend_length"),
+        *("items_offset_list", "input_ids"),
+    ),
+    "adjust_embedding_length": ("embedding", "mask", "logger"),
     "register_radix_cache_backend": ("name", "factory"),
     "LoRAManager.load_lora_weights": ("self", "lora_ref"),
     "LoRAManager.load_lora_weights_from_tensors": ("self", "lora_ref", "tensors"),

@@ -34,6 +34,8 @@ WRAPPED: dict[str, str] = {
     ),
     "OpenAIServingBase._resolve_lora_path": "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
     "import_processors": "vlora_sgl.imports:import_needed_processors",
+    "chunked_prefill_embedding": "vlora_sgl.model_executor.embedding_count:chunked_prefill_embedding",
+    "adjust_embedding_length": "vlora_sgl.model_executor.embedding_count:adjust_embedding_length",
     "set_envs_and_config": "vlora_sgl.processes:use_start_method",
 }
 

@@ -1,0 +1,79 @@
+"""Embeddings are placed without asking the device how many image tokens there are, where the requests say it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vlora_sgl import _sgl
+from vlora_sgl.model_executor.embedding_count import adjust_embedding_length, chunked_prefill_embedding, image_tokens
+
+IMAGE, PAD = 4, 1000
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "lengths", "offsets", "wanted"),
+    [
+        ([0], [10], [[(2, 5)]], 4),
+        ([3], [7], [[(2, 5)]], 3),  # a prefix or a chunk may end within an image
+        ([0], [4], [[(2, 5)]], 2),
+        ([6], [4], [[(2, 5)]], 0),
+        ([0, 8], [12, 3], [[(0, 3), (6, 9)], [(0, 3), (9, 12)]], 8 + 2),
+        ([5], [5], [[]], 0),
+    ],
+)
+def test_image_tokens(prefixes: list[int], lengths: list[int], offsets: list[Any], wanted: int) -> None:
+    assert image_tokens(prefixes, lengths, offsets) == wanted
+
+
+def place(embeddings: int, offsets: list[tuple[int, int]], per_item: int = 1) -> tuple[Any, list[str]]:
+    """A prompt of ten tokens, four of them an image's, through our two functions; and what asked the device."""
+    items = [SimpleNamespace(offsets=offsets[i : i + per_item]) for i in range(0, len(offsets), per_item)]
+    ids = torch.full((10,), 7)
+    for first, last in offsets:
+        ids[first : last + 1] = PAD
+    asked: list[str] = []
+
+    def encode(*_: Any) -> Any:
+        return torch.arange(embeddings * 2.0).reshape(embeddings, 2), ids
+
+    def adjust(embedding: torch.Tensor, mask: torch.Tensor, log: Any) -> torch.Tensor:
+        asked.append("count")
+        return _sgl.mm_utils._adjust_embedding_length.__wrapped__(embedding, mask, log)
+
+    found, ids = chunked_prefill_embedding(encode, None, items, [0, len(items)], [0], [10], [offsets], ids)
+    return adjust_embedding_length(adjust, found, (ids == PAD)[:, None], SimpleNamespace(warning=print)), asked
+
+
+def test_matching_numbers_need_no_count() -> None:
+    found, asked = place(IMAGE, [(2, 5)])
+    assert len(found) == IMAGE and not asked
+
+
+@pytest.fixture
+def stock_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own function, also where an earlier test has put ours around it."""
+    function = _sgl.mm_utils._adjust_embedding_length
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+
+    def outer(*args: Any) -> Any:
+        return function(*args)
+
+    outer.__wrapped__ = function  # type: ignore[attr-defined]
+    monkeypatch.setattr(_sgl.mm_utils, "_adjust_embedding_length", outer)
+
+
+@pytest.mark.usefixtures("stock_count")
+def test_too_few_are_counted_and_refused() -> None:
+    with pytest.raises(RuntimeError, match="Insufficient multimodal embedding length"):
+        place(IMAGE - 1, [(2, 5)])
+
+
+@pytest.mark.usefixtures("stock_count")
+def test_items_of_several_images_are_left_to_sglang() -> None:
+    found, asked = place(2 * IMAGE, [(0, 3), (5, 8)], per_item=2)
+    assert len(found) == 2 * IMAGE and asked
