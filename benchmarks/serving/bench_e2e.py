@@ -3,7 +3,7 @@ of others.
 
     python -m benchmarks.serving.bench_e2e --quick                       # cost against csgmv, one cell, one GPU
     python -m benchmarks.serving.bench_e2e --systems cost vlora unmerged merged dlora csgmv triton --skews .1 .6 .9
-    python -m benchmarks.serving.bench_e2e --workload video --heads      # closed questions: heads against generating
+    python -m benchmarks.serving.bench_e2e --workload retrieval video --heads   # closed questions: by heads
     python -m benchmarks.serving.bench_e2e --systems cost csgmv off --uniform
     python -m benchmarks.serving.bench_e2e --shape tiny --quick          # a check of all of it, on a laptop
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import signal
 import statistics
@@ -46,8 +47,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, with ``--quick`` and ``--shape tiny`` resolved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["cost", "csgmv"])
-    parser.add_argument("--workload", choices=WORKLOADS, default="retrieval")
-    parser.add_argument("--heads", action="store_true", help="ours answers by a head, the others generate")
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["retrieval"], help="one after the other")
+    parser.add_argument("--heads", action="store_true", help="of video, ours answers by a head, the others generate")
     parser.add_argument("--shape", choices=("7b", "tiny"), default="7b")
     parser.add_argument("--rates", nargs="+", type=float, default=[4.0, 8.0, 12.0], help="requests per second")
     parser.add_argument("--skews", nargs="+", type=float, default=[0.1, 0.6, 0.9], help="share of the hottest adapter")
@@ -74,12 +75,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def cells(args: argparse.Namespace) -> Iterable[Workload]:
-    """The traffic of every cell."""
-    for skew in args.skews:
-        for rate in args.rates:
-            load = replace(WORKLOADS[args.workload], arrivals="azure", rate=rate, adapters=args.adapters)
-            yield replace(load, skew=skew, seed=args.seed)
+def cells(args: argparse.Namespace) -> Iterable[tuple[str, Workload]]:
+    """The workload and the traffic of every cell."""
+    for name, skew, rate in itertools.product(args.workload, args.skews, args.rates):
+        load = replace(WORKLOADS[name], arrivals="azure", rate=rate, adapters=args.adapters)
+        yield name, replace(load, skew=skew, seed=args.seed)
+
+
+def by_head(name: str, args: argparse.Namespace) -> bool:
+    """Whether our systems answer a workload by a head: its questions must be closed ones."""
+    return args.heads and name == "video"
 
 
 def requests_of(
@@ -104,11 +109,12 @@ def warm_up(server: Server, systems: Sequence[str], args: argparse.Namespace, mo
             if size <= args.max_batch:
                 adapters = [names[n % len(names)] for n in range(size)]
                 server.generate(batch_body(speaker, adapters, UNIFORM_PROMPT if args.shape == "7b" else 32, 4))
-    for system in systems:
+    firsts = dict(reversed(list(cells(args))))
+    for system, (name, first) in itertools.product(systems, firsts.items()):
         server.set(SYSTEMS[system].settings)
-        load = replace(next(iter(cells(args))), seed=args.seed + 1000)
-        due = requests_of(load, 3.0, speaker, system, args.heads)
-        asyncio.run(replay(server.url, due or requests_of(load, 10.0, speaker, system, args.heads)[:1]))
+        load, heads = replace(first, seed=args.seed + 1000), by_head(name, args)
+        due = requests_of(load, 3.0, speaker, system, heads)
+        asyncio.run(replay(server.url, due or requests_of(load, 10.0, speaker, system, heads)[:1]))
 
 
 def batch_body(speaker: Speaker, adapters: Sequence[str | None], prompt: int, tokens: int) -> dict[str, Any]:
@@ -121,11 +127,13 @@ def batch_body(speaker: Speaker, adapters: Sequence[str | None], prompt: int, to
     }
 
 
-def measure(server: Server, system: str, load: Workload, args: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """One row: a trace served by one system."""
+def measure(
+    server: Server, system: str, name: str, load: Workload, args: argparse.Namespace, model: Path
+) -> dict[str, Any]:
+    """One row: a trace of a workload served by one system."""
     server.set(SYSTEMS[system].settings)
     server.flush()
-    due = requests_of(load, args.seconds, Speaker(model, args.seed), system, args.heads)
+    due = requests_of(load, args.seconds, Speaker(model, args.seed), system, by_head(name, args))
     before = server.state().get("batches_by_mode", {})
     switches = switch_counts(server)
     row = summarize(asyncio.run(replay(server.url, due)))
@@ -133,8 +141,8 @@ def measure(server: Server, system: str, load: Workload, args: argparse.Namespac
     ran = {mode: count - before[mode] for mode, count in after.items()}
     return {
         "system": system,
-        "workload": args.workload,
-        "heads": args.heads and SYSTEMS[system].server == "ours",
+        "workload": name,
+        "heads": by_head(name, args) and SYSTEMS[system].server == "ours",
         "skew": load.skew,
         "rate": load.rate,
         "adapters": args.adapters,
@@ -159,7 +167,7 @@ def uniform_cases(args: argparse.Namespace) -> list[tuple[str, int]]:
     spread = [n for n in (2, 4, 8, 16, 32, 64) if n <= args.adapters]
     ours = [("unmerged", n) for n in spread] + [("cost", 1)]
     servers = {SYSTEMS[s].server for s in args.systems}
-    return [case for case in [*ours, ("csgmv", 8), ("off", 0)] if SYSTEMS[case[0]].server in servers]
+    return [case for case in [*ours, ("csgmv", min(8, args.adapters)), ("off", 0)] if SYSTEMS[case[0]].server in servers]
 
 
 def measure_uniform(server: Server, system: str, adapters: int, args: argparse.Namespace, model: Path) -> dict:
@@ -223,9 +231,8 @@ def serve(names: Sequence[str], deployment: Deployment, args: argparse.Namespace
         for server in servers.values():
             warm_up(server, [s for s in systems if SYSTEMS[s].server == server.name], args, model)
         note(f"warm after {time.perf_counter() - start:.0f} s")
-        for load in cells(args):
-            for system in systems:
-                yield measure(servers[SYSTEMS[system].server], system, load, args, model)
+        for (name, load), system in itertools.product(cells(args), systems):
+            yield measure(servers[SYSTEMS[system].server], system, name, load, args, model)
         for system, adapters in uniform_cases(args) if args.uniform else ():
             if SYSTEMS[system].server in servers:
                 yield measure_uniform(servers[SYSTEMS[system].server], system, adapters, args, model)
@@ -359,9 +366,9 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def publish(rows: Sequence[dict[str, Any]], card: str, args: argparse.Namespace) -> None:
     """Draw and record what rows of one card say."""
-    replayed = [row for row in rows if row["workload"] != "uniform"]
-    if replayed:
-        plot(replayed, args.out / f"e2e-{args.workload}.png")
+    for name in args.workload:
+        if replayed := [row for row in rows if row["workload"] == name]:
+            plot(replayed, args.out / f"e2e-{name}.png")
     for name, value, higher in figures(rows):
         note(f"{name}: {value:.4f}")
         record(name, value, "ratio", higher, card=card, summary=args.summary)
@@ -369,7 +376,8 @@ def publish(rows: Sequence[dict[str, Any]], card: str, args: argparse.Namespace)
 
 def publish_recorded(args: argparse.Namespace) -> None:
     """Publish the rows in ``args.out``, of runs in parts or cut short: those of the card that measured last."""
-    rows = [json.loads(line) for line in (args.out / f"e2e-{args.workload}.jsonl").read_text().splitlines()]
+    files = [args.out / f"e2e-{name}.jsonl" for name in args.workload]
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     card = rows[-1]["card"]
     publish([row for row in rows if row["card"] == card], card, args)
 
@@ -385,12 +393,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     card = card_name()
     args.out.mkdir(parents=True, exist_ok=True)
     try:
-        with (args.out / f"e2e-{args.workload}.jsonl").open("a") as file:
-            for row in run(args):
-                note(describe(row))
+        for row in run(args):
+            note(describe(row))
+            name = row["workload"] if row["workload"] in WORKLOADS else args.workload[0]
+            with (args.out / f"e2e-{name}.jsonl").open("a") as file:
                 file.write(json.dumps({**row, "card": card, "date": time.strftime("%Y-%m-%d")}) + "\n")
-                file.flush()
-                rows.append(row)
+            rows.append(row)
     finally:
         publish(rows, card, args)
     return int(any(r.get("failed") for r in rows))
