@@ -122,6 +122,15 @@ def test_an_accelerator_gets_no_cpu_settings(monkeypatch: pytest.MonkeyPatch) ->
     assert not set(defaults.engine_defaults()) & set(defaults.CPU_DEFAULTS)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "asked", "wanted"), [(1, None, "breakable"), (2, None, "disabled"), (2, "breakable", "breakable")]
+)
+def test_several_ranks_capture_prefills_only_when_asked(ranks: int, asked: str | None, wanted: str) -> None:
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
+    settings = SimpleNamespace(tp_size=ranks, cuda_graph_backend_prefill=asked, cuda_graph_config=graphs)
+    assert defaults.settle(settings).cuda_graph_config.prefill.backend == wanted
+
+
 def test_settings_that_change_while_serving() -> None:
     changed = changed_while_serving(VLoraArgs(), {"vlora_policy:cost": 1, "vlora_theta": 2, "vlora_mode:merged": 1})
     assert (changed.policy, changed.theta, changed.mode) == ("cost", 2.0, "merged")

@@ -55,3 +55,13 @@ def command_line_defaults(argv: Sequence[str], slot_ranks: Sequence[int] = ()) -
         if flag not in given:
             flags += [flag] if value is True else [flag, *map(str, value if isinstance(value, list) else [value])]
     return flags
+
+
+def settle(server_args: Any) -> Any:
+    """Defaults that other settings decide; returns ``server_args``.
+
+    Prefills of several tensor-parallel ranks run eagerly unless asked for: their graphs have not been tried.
+    """
+    if server_args.tp_size > 1 and server_args.cuda_graph_backend_prefill is None:
+        server_args.cuda_graph_config.prefill.backend = "disabled"
+    return server_args

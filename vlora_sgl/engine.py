@@ -15,7 +15,7 @@ if not has_accelerator():
     processes.start_fork_server()
 
 from vlora_sgl import _sgl, imports, plugin
-from vlora_sgl.defaults import engine_defaults
+from vlora_sgl.defaults import engine_defaults, settle
 from vlora_sgl.heads.asking import AsksHeads
 from vlora_sgl.server_args import VLoraArgs, refuse_unsupported
 
@@ -48,7 +48,7 @@ class Engine(AsksHeads, _sgl.Engine):
         imports.disable_other_models(str(server_args.get("model_path", "")))
         model, given = str(server_args.get("model_path", "")), bool(server_args.get("lora_paths"))
         defaults = engine_defaults(model, given, ours.lora_slot_ranks)
-        settings = _sgl.ServerArgs(**{**defaults, "log_level": "error", **server_args})
+        settings = settle(_sgl.ServerArgs(**{**defaults, "log_level": "error", **server_args}))
         refuse_unsupported(settings)
         super().__init__(server_args=settings)
 

@@ -31,10 +31,10 @@ def prepare(argv: Sequence[str]) -> Any:
         processes.fork_from_here()
     processes.import_engine()
     from vlora_sgl import _sgl, plugin
-    from vlora_sgl.defaults import command_line_defaults
+    from vlora_sgl.defaults import command_line_defaults, settle
 
     plugin.verify()
-    server_args = _sgl.prepare_server_args([*command_line_defaults(rest, ours.lora_slot_ranks), *rest])
+    server_args = settle(_sgl.prepare_server_args([*command_line_defaults(rest, ours.lora_slot_ranks), *rest]))
     refuse_unsupported(server_args)
     return server_args
 

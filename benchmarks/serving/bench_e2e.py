@@ -167,7 +167,9 @@ def uniform_cases(args: argparse.Namespace) -> list[tuple[str, int]]:
     spread = [n for n in (2, 4, 8, 16, 32, 64) if n <= args.adapters]
     ours = [("unmerged", n) for n in spread] + [("cost", 1)]
     servers = {SYSTEMS[s].server for s in args.systems}
-    return [case for case in [*ours, ("csgmv", min(8, args.adapters)), ("off", 0)] if SYSTEMS[case[0]].server in servers]
+    return [
+        case for case in [*ours, ("csgmv", min(8, args.adapters)), ("off", 0)] if SYSTEMS[case[0]].server in servers
+    ]
 
 
 def measure_uniform(server: Server, system: str, adapters: int, args: argparse.Namespace, model: Path) -> dict:
