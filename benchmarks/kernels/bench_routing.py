@@ -6,7 +6,9 @@ K passes: what an engine without routing does for tokens of K adapters: every to
 tokens of a pass are kept costs nothing here). One pass: a mix of the K adapters, the router's network included. Both
 are the LoRA part alone, of all layers (the router decides once for all of them); the base GEMMs would only dilute the
 ratio. ``k1_over_single`` is with the base GEMMs: a mix with top_k 1 over the same rows on one adapter. Access patterns
-differ in which member the tokens want; members stay resident. Figures are the worst over batch sizes and patterns.
+differ in which member the tokens want; members stay resident. ``speedup_k4`` is the worse of interleaved and separated
+tokens at the size of the paper's tables, ``speedup_k4.rowsN`` the worst pattern at N rows, the others the worst of
+all rows and patterns.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.summary import SUMMARY, record
+from benchmarks.summary import SUMMARY, card_name, record
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Pairs, Routing, atmm, atmm_linear, make_routing
 from vlora_sgl.mixes.regroup import Routed, device_tiles
-from vlora_sgl.mixes.router import MAX_MEMBERS, Router
+from vlora_sgl.mixes.router import Router
 from vlora_sgl.mixes.spec import MixSpec
 from vlora_sgl.mixes.tables import MixRows, MixTables
 
 SLOTS, RANK = 8, 64
 PATTERNS = ("uniform", "zipf", "bursty", "adversarial", "separated")
+TABLE_ROWS, TABLE_PATTERNS = 2048, ("adversarial", "separated")
+"""Of the paper's tables 3 and 6: 2,048 tokens, as many for each adapter, interleaved or separated."""
 Layer = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]]
 
 
@@ -217,7 +221,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=24)
     parser.add_argument("--summary", type=Path, default=SUMMARY)
     parser.add_argument("--rows", type=Path, help="where every measurement goes, as JSON")
+    parser.add_argument("--recorded", type=Path, help="measure nothing: the figures of these rows")
     args = parser.parse_args()
+    if args.recorded:
+        rows = json.loads(args.recorded.read_text())
+        publish(rows, rows[0]["card"], args.summary)
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = (32, 16, 48) if args.dry_run else (3584, 512, 18944)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -225,12 +234,9 @@ def main() -> None:
     layer = build_layers(2 if args.dry_run else 28, *shape, device, dtype)
     timer = Timer(device, 2 if args.dry_run else args.repeats)
     results: list[dict[str, Any]] = []
-    speedups, spreads, over_single = [], [], []
-    sizes = (64, 80) if args.dry_run else (64, 256, 1024, 2048)
-    for rows in sizes:
+    for rows in (64, 80) if args.dry_run else (64, 256, 1024, TABLE_ROWS):
         # Where a graph can hold it: decode. A prefill with mixes is eager in serving.
         graph = rows <= DENSE_MAX_ROWS
-        medians: dict[tuple[int, str], float] = {}
         pooled: list[float] = []
         for members in (2,) if args.dry_run else (2, 4):
             for pattern in PATTERNS[:1] if args.dry_run or members == 2 else PATTERNS:
@@ -238,41 +244,45 @@ def main() -> None:
                 case.check()
                 one = timer.times(case.one_pass, graph)
                 many = timer.times(case.k_passes, graph)
-                speedup = statistics.median(many) / statistics.median(one)
-                medians[members, pattern] = statistics.median(one)
                 whole = timer.times(lambda c=case: c.whole(True), graph)  # type: ignore[misc]
                 single = timer.times(lambda c=case: c.whole(False), graph)  # type: ignore[misc]
-                ratio = statistics.median(whole) / statistics.median(single)
-                if members == 4:
-                    speedups.append(speedup)
-                    over_single.append(ratio)
-                    pooled += one
+                pooled += one if members == 4 else []
                 row = {
                     "rows": rows, "members": members, "pattern": pattern, "graph": graph,
                     "one_pass_ms": statistics.median(one), "k_passes_ms": statistics.median(many),
-                    "speedup": speedup, "over_single": ratio,
+                    "speedup": statistics.median(many) / statistics.median(one),
+                    "over_single": statistics.median(whole) / statistics.median(single),
                 }  # fmt: skip
                 results.append(row)
-                print(
-                    " ".join(f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
-                    flush=True,
-                )
-        if args.dry_run:
-            continue
-        spreads.append(float(np.percentile(pooled, 99) / np.percentile(pooled, 50)))
-        print(f"rows={rows} p99/p50 over all patterns, 4 members: {spreads[-1]:.3f}", flush=True)
-    if args.rows:
-        args.rows.write_text(json.dumps(results, indent=1))
+                said = (f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+                print(" ".join(said), flush=True)
+        if not args.dry_run:
+            spread = float(np.percentile(pooled, 99) / np.percentile(pooled, 50))
+            results.append({"rows": rows, "p99_over_p50": spread})
+            print(f"rows={rows} p99/p50 over all patterns, 4 members: {spread:.3f}", flush=True)
     if args.dry_run:
         print("dry run: one pass equals K passes everywhere; nothing recorded")
         return
-    assert MAX_MEMBERS >= 4
-    record("routing.speedup_k4", min(speedups), "x", True, summary=args.summary)
-    for rows in sizes:
-        worst = min(r["speedup"] for r in results if r["members"] == 4 and r["rows"] == rows)
-        record(f"routing.speedup_k4.rows{rows}", worst, "x", True, summary=args.summary)
-    record("routing.k1_over_single", max(over_single), "ratio", False, summary=args.summary)
-    record("routing.p99_over_p50", max(spreads), "ratio", False, summary=args.summary)
+    card = card_name()
+    if args.rows:
+        args.rows.write_text(json.dumps([{**row, "card": card} for row in results], indent=1))
+    publish(results, card, args.summary)
+
+
+def publish(results: list[dict[str, Any]], card: str, summary: Path) -> None:
+    """Record what the rows say."""
+    four = [row for row in results if row.get("members") == 4]
+    table = [row for row in four if row["rows"] == TABLE_ROWS and row["pattern"] in TABLE_PATTERNS]
+    figures = [("speedup_k4", min(row["speedup"] for row in table), "x", True)]
+    for rows in sorted({row["rows"] for row in four}):
+        worst = min(row["speedup"] for row in four if row["rows"] == rows)
+        figures.append((f"speedup_k4.rows{rows}", worst, "x", True))
+    figures.append(("k1_over_single", max(row["over_single"] for row in four), "ratio", False))
+    if spreads := [row["p99_over_p50"] for row in results if "p99_over_p50" in row]:
+        figures.append(("p99_over_p50", max(spreads), "ratio", False))
+    for name, value, unit, higher in figures:
+        print(f"routing.{name}: {value:.4f}")
+        record(f"routing.{name}", value, unit, higher, card=card, summary=summary)
 
 
 if __name__ == "__main__":
