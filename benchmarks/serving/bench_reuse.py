@@ -33,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,10 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
-    for system in args.systems:
-        new = rows_of(system, args)
-        rows += new
-        for row in new:
-            print(json.dumps(row))
-        found = [(r["figure"], r["value"], r["unit"], r["higher_is_better"]) for r in new if "figure" in r]
+    for row in itertools.chain.from_iterable(rows_of(system, args) for system in args.systems):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        found = [(row["figure"], row["value"], row["unit"], row["higher_is_better"])] if "figure" in row else []
         for name, value, unit, higher_is_better in [*found, *(f for f in figures(rows) if f[0] not in known)]:
             print(f"{name}: {value:.4g} {unit}", flush=True)
             record(name, value, unit, higher_is_better, summary=args.summary)
@@ -90,8 +89,8 @@ def main() -> None:
         plot([row for row in rows if row.get("case") in ("shared", "rounds")], args.plot)
 
 
-def rows_of(system: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure one system in a process of its own; what it measured until its time was up."""
+def rows_of(system: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure one system in a process of its own; rows come as they are measured, until its time is up."""
     with tempfile.NamedTemporaryFile("r") as answer:
         command = [sys.executable, "-m", "benchmarks.serving.bench_reuse", "--measure", system]
         command += ["--rows", answer.name, "--summary", str(args.summary), "--rank", str(args.rank)]
@@ -99,15 +98,25 @@ def rows_of(system: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         command += ["--seconds", str(args.seconds)]
         command += [f"--{flag}" for flag in ("tiny", "heads") if getattr(args, flag)]
         process = subprocess.Popen(command, start_new_session=True)
+        until = time.monotonic() + (args.limit or float("inf"))
+        line, ended = "", False
         try:
-            if process.wait(args.limit):
+            while not ended:
+                ended = process.poll() is not None  # before the last look at the file
+                while (more := answer.readline()) != "":
+                    line += more
+                    if line.endswith("\n"):
+                        yield json.loads(line)
+                        line = ""
+                if time.monotonic() > until:
+                    print(f"{system}: stopped after {args.limit:.0f} s", file=sys.stderr)
+                    return
+                time.sleep(0.2)
+            if process.returncode:
                 raise subprocess.CalledProcessError(process.returncode, command)
-        except subprocess.TimeoutExpired:
-            print(f"{system}: stopped after {args.limit:.0f} s", file=sys.stderr)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the engine's processes are in its group
-        return [json.loads(line) for line in Path(answer.name).read_text().splitlines() if line.endswith("}")]
 
 
 def measure(system: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -211,7 +220,7 @@ def figures(rows: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
     if stock is not None and activated is not None:
         found.append(("reuse.shared8_ttft_vs_sglang", _ratio(stock, activated), "ratio", True))
     second = [row for row in rows if row["system"] == "ours" and row.get("round") == 2]
-    if second:
+    if len(second) > 1:  # of both kinds
         computed = max(itertools.chain.from_iterable(row["image_tokens_computed"] for row in second))
         found.append(("reuse.round2_image_tokens_computed", computed, "tokens", False))
     return found
