@@ -204,6 +204,7 @@ MODELS_PACKAGE = "sglang.srt.models"
 # SGLang's logger -> beginnings of messages of every start that nobody can act on.
 NOISE: dict[str, tuple[str, ...]] = {
     "sglang.srt.distributed.bootstrap": ("init_cpu_threads_env and shared memory",),
+    "sglang.srt.distributed.device_communicators.pynccl_wrapper": ("Failed to load NCCL library",),
     "sglang.srt.managers.multimodal_processor": ("Ignore import error when loading",),
     "sglang.srt.models.registry": ("Ignore import error when loading",),
     "sglang.srt.server_args": ("Cuda graph is disabled because of using torch native attention",),

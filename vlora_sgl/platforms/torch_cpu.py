@@ -7,6 +7,7 @@ engine runs on torch's own operators. The platform steps aside wherever an accel
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -23,7 +24,11 @@ class TorchCpuPlatform(CpuSRTPlatform):
     _enum = PlatformEnum.OOT
 
     def init_backend(self) -> None:
-        """Make pinning a no-op: the LoRA layers pin host memory without asking, and torch refuses without a GPU."""
+        """Make pinning a no-op: the LoRA layers pin host memory without asking, and torch refuses without a GPU.
+
+        And hide NCCL, which torch's wheels for CUDA bring: two ranks would take it for theirs.
+        """
+        os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none-on-a-cpu")
         setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)  # noqa: B010
         for factory in ("arange", "empty", "ones", "tensor", "zeros"):
             setattr(torch, factory, _without_pinning(getattr(torch, factory)))
