@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from vlora_sgl.model_executor import vision_graphs
-from vlora_sgl.model_executor.vision_graphs import AFTER, MAX_PATCHES, VisionGraphs, install
+from vlora_sgl.model_executor.vision_graphs import AFTER, MAX_PATCHES, MAX_TOGETHER, VisionGraphs, install
+
+WRONG = 98
+"""Width of images whose captured graph computes something else."""
 
 
 class Qwen2_5_VisionTransformer:
@@ -28,7 +33,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     class Graph:
         def __init__(self, encoder: object, x: torch.Tensor, grid: torch.Tensor, *_: object) -> None:
             grids.append(grid)
-            self.wrong = bool((grid < 0).any())
+            self.wrong = bool((grid == WRONG).any())
 
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             return 3 * x if self.wrong else 2 * x
@@ -40,7 +45,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 def ask(graphs: VisionGraphs, *grid: int, times: int = 1) -> None:
     for _ in range(times):
-        x = torch.rand(4, 2)
+        x = torch.rand(math.prod(grid), 2)
         assert torch.equal(graphs(x, torch.tensor([grid])), 2 * x)
 
 
@@ -50,10 +55,10 @@ def test_a_size_is_captured_after_a_few_images_and_then_replayed(captured: list[
     ask(graphs, 1, 2, 2, times=AFTER)
     assert not captured
     ask(graphs, 1, 2, 2, times=5)
-    assert len(captured) == 1 and encoder.eager == AFTER + 1
+    assert len(captured) == 1 and encoder.eager == AFTER + 2  # one of them beside the capture
     assert graphs.state() == {"graphs": 1, "graph_replays": 4}
     ask(graphs, 1, 1, 4, times=2)  # as many patches, another grid
-    assert encoder.eager == AFTER + 3
+    assert encoder.eager == AFTER + 4
 
 
 def test_several_images_replay_the_graphs_of_their_sizes(captured: list[torch.Tensor]) -> None:
@@ -73,9 +78,10 @@ def test_several_images_replay_the_graphs_of_their_sizes(captured: list[torch.Te
     assert encoder.eager == eager and graphs.state() == {"graphs": 1, "graph_replays": 5}
     together(small, large)  # one size is not known yet
     assert encoder.eager == eager + 1
-    for _ in range(AFTER):  # a combination that comes often is encoded together
-        together(small, small)
-    assert [2] in [[len(grid)] for grid in captured]
+    together(*[small] * MAX_TOGETHER)
+    assert encoder.eager == eager + 1
+    together(*[small] * (MAX_TOGETHER + 1))
+    assert encoder.eager == eager + 2
 
 
 def test_the_least_recently_used_size_leaves(captured: list[torch.Tensor]) -> None:
@@ -87,11 +93,13 @@ def test_the_least_recently_used_size_leaves(captured: list[torch.Tensor]) -> No
     eager = encoder.eager
     ask(graphs, 1, 2, 2)
     assert encoder.eager == eager, "the size used in between must have stayed"
+    ask(graphs, 1, 4, 2, times=AFTER)
+    assert len(captured) == 3, "the size that left is counted anew"
 
 
 def test_a_graph_that_computes_something_else_is_never_used(captured: list[torch.Tensor]) -> None:
     graphs = VisionGraphs(Qwen2_5_VisionTransformer(), 2)
-    ask(graphs, 1, 2, -2, times=AFTER + 4)
+    ask(graphs, 1, 2, WRONG, times=AFTER + 4)
     assert graphs.state() == {"graphs": 0, "graph_replays": 0} and graphs.limit == 0
 
 

@@ -4,7 +4,7 @@ An encoder of 32 blocks is some 600 launches; on a recent GPU they take the host
 takes the device, so the host sets the time to the first token. A camera or a web page sends images of few sizes, so
 after a few of one size its encoder is captured and replayed. Everything but the pixels depends on the grid alone
 (positions, windows, lengths): the key is the grid, and the recorded arguments of the blocks are the graph's constants.
-Several images that are encoded together are a key of their own; before that has come often, each replays its size's.
+Of several images that are encoded together each replays its size's graph: combinations are too many to capture.
 
 SGLang has such graphs too (``SGLANG_VIT_ENABLE_CUDA_GRAPH``), keyed by the number of patches: two grids of as many
 patches would share one, with the wrong windows, and every size is captured when it first comes.
@@ -32,7 +32,10 @@ REMEMBERED = 512
 MAX_PATCHES = 8192
 """Of 2,048 image tokens. Larger inputs keep the device busy longer than their launches keep the host."""
 
-Key = tuple[tuple[int, ...], ...]
+MAX_TOGETHER = 16
+"""Images that are encoded one after the other; more together keep the device busy as long as the host."""
+
+Grid = tuple[int, ...]
 
 
 class VisionGraphs:
@@ -47,51 +50,44 @@ class VisionGraphs:
         self.encoder, self.limit = encoder, limit
         self.replays = 0
         self._eager = encoder.forward
-        self._seen: OrderedDict[Key, int] = OrderedDict()
-        self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
+        self._seen: OrderedDict[Grid, int] = OrderedDict()
+        self._graphs: OrderedDict[Grid, _Graph] = OrderedDict()
         self._pool: Any = None
 
     def __call__(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
         """As the encoder: embeddings of patches x [S, pixels] of images with grids ``grid_thw`` [images, 3]."""
-        if grid_thw.is_cuda or not self.limit:
+        if grid_thw.is_cuda or not self.limit or x.shape[0] > MAX_PATCHES:
             return self._eager(x, grid_thw)
-        key: Key = tuple(map(tuple, grid_thw.tolist()))
-        if key in self._graphs:
-            return self._replay(key, x)
-        if x.shape[0] <= MAX_PATCHES and self._due(key):
-            return self._capture(key, x, grid_thw)
-        if len(key) == 1:
-            return self._eager(x, grid_thw)
-        # Several images, in a combination that does not come often: one after the other, if every size is known.
-        parts = x.split([t * h * w for t, h, w in key])
-        unknown = [i for i, grid in enumerate(key) if (grid,) not in self._graphs]
-        if not unknown:
-            return torch.cat([self._replay((grid,), part) for grid, part in zip(key, parts, strict=True)])
+        grids: list[Grid] = list(map(tuple, grid_thw.tolist()))
+        parts = x.split([t * h * w for t, h, w in grids])
+        unknown = [i for i, grid in enumerate(grids) if grid not in self._graphs]
+        if not unknown and len(grids) <= MAX_TOGETHER:
+            return torch.cat([self._replay(grid, part) for grid, part in zip(grids, parts, strict=True)])
         answer = self._eager(x, grid_thw)
         for i in unknown:
-            if len(parts[i]) <= MAX_PATCHES and self._due((key[i],)):
-                self._capture((key[i],), parts[i], grid_thw[i : i + 1])
+            if self._due(grids[i]):
+                self._capture(grids[i], parts[i], grid_thw[i : i + 1])
                 break
         return answer
 
-    def _replay(self, key: Key, x: torch.Tensor) -> torch.Tensor:
-        self._graphs.move_to_end(key)
+    def _replay(self, grid: Grid, x: torch.Tensor) -> torch.Tensor:
+        self._graphs.move_to_end(grid)
         self.replays += 1
-        return self._graphs[key](x)
+        return self._graphs[grid](x)
 
     def state(self) -> dict[str, int]:
         """Figures for ``/vlora/stats``."""
         return {"graphs": len(self._graphs), "graph_replays": self.replays}
 
-    def _due(self, key: Key) -> bool:
-        count = self._seen.pop(key, 0) + 1
-        self._seen[key] = count
+    def _due(self, grid: Grid) -> bool:
+        count = self._seen.pop(grid, 0) + 1
+        self._seen[grid] = count
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         return count > AFTER
 
-    def _capture(self, key: Key, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
-        """The eager answer; from the next image of this size on, a graph that has been seen to give the same."""
+    def _capture(self, grid: Grid, x: torch.Tensor, grid_thw: torch.Tensor) -> None:
+        """Keep a graph for images of this size, if it is seen to give what the eager run gives."""
         calls: list[dict[str, Any]] = []
         hooks = [
             block.register_forward_pre_hook(lambda _, __, given: calls.append(given), with_kwargs=True)
@@ -110,15 +106,15 @@ class VisionGraphs:
         except RuntimeError as error:  # out of memory, or an operation that cannot be captured
             logger.warning("no graphs of the image encoder: %s", error)
             self.limit = 0
-            return answer
+            return
         if not same:
             logger.warning("no graphs of the image encoder: a replay differs from the eager run")
             self.limit = 0
-            return answer
-        self._graphs[key] = graph
+            return
+        self._graphs[grid] = graph
         if len(self._graphs) > self.limit:
-            self._graphs.popitem(last=False)
-        return answer
+            out, _ = self._graphs.popitem(last=False)
+            self._seen.pop(out, None)  # or a size too many would be captured each time it comes
 
 
 class _Graph:
