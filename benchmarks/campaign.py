@@ -54,19 +54,20 @@ SERVING, KERNELS = "benchmarks.serving", "benchmarks.kernels"
 JOBS = (
     Job("smoke", f"{SERVING}.smoke_gpu", 240, records=False),
     Job(
-        "reuse", f"{SERVING}.bench_reuse --heads --seconds 1 --systems ours --adapters 8 --limit 140", 150, alone=True
+        "reuse", f"{SERVING}.bench_reuse --heads --seconds 1 --systems ours --adapters 8 --limit 230", 250, alone=True
     ),
     Job(
-        "retrieval",
-        f"{SERVING}.bench_e2e --skews .6 --rates 8 --seconds 15 --together 2 --out {{out}}",
-        200,
+        "e2e",
+        f"{SERVING}.bench_e2e --workload retrieval video --heads --skews .6 .1 .9 --rates 8 --seconds 10 --together 2 "
+        "--out {out}",
+        400,
         alone=True,
     ),
     Job(
-        "video",
-        f"{SERVING}.bench_e2e --workload video --heads --skews .6 --rates 4 8 --seconds 15 --together 2 --out {{out}}",
-        200,
-        alone=True,
+        "uniform",
+        f"{SERVING}.bench_e2e --systems cost unmerged dlora merged off --skews .6 --rates 8 --seconds 12 --together 2 "
+        "--uniform --out {out}/uniform",
+        350,
     ),
     Job("scale", f"{SERVING}.bench_scale throughput loss --out {{out}}/scale", 270, cards=2, alone=True),
     Job("tp", f"{SERVING}.bench_tp --switches --rounds 3", 200, cards=2),

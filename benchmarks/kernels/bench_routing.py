@@ -253,6 +253,8 @@ def main() -> None:
                     "speedup": statistics.median(many) / statistics.median(one),
                     "over_single": statistics.median(whole) / statistics.median(single),
                 }  # fmt: skip
+                if graph:
+                    row["eager_ms"] = statistics.median(timer.times(case.one_pass, False))
                 results.append(row)
                 said = (f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
                 print(" ".join(said), flush=True)
