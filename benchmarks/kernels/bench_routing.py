@@ -1,6 +1,7 @@
 """Routing by token against a pass per adapter, on the linears of a 7B model (MoLoRA, arXiv:2603.15965, tables 3 to 8).
 
-    python -m benchmarks.kernels.bench_routing [--dry-run] [--summary FILE] [--rows FILE]
+    python -m benchmarks.kernels.bench_routing [--summary FILE] [--rows FILE]
+    TRITON_INTERPRET=1 python -m benchmarks.kernels.bench_routing --dry-run     # without a GPU: equality only
 
 K passes: what an engine without routing does for tokens of K adapters: every token through every adapter's pass (which
 tokens of a pass are kept costs nothing here). One pass: a mix of the K adapters, the router's network included. Both
