@@ -68,6 +68,7 @@ JOBS = (
         f"{SERVING}.bench_e2e --systems cost unmerged dlora merged off --skews .6 --rates 8 --seconds 12 --together 2 "
         "--uniform --out {out}/uniform",
         350,
+        alone=True,
     ),
     Job("scale", f"{SERVING}.bench_scale throughput loss --out {{out}}/scale", 270, cards=2, alone=True),
     Job("tp", f"{SERVING}.bench_tp --switches --rounds 3", 200, cards=2),

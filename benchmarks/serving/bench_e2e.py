@@ -36,6 +36,7 @@ from benchmarks.serving.shape7b import SHAPE_7B
 from benchmarks.serving.systems import SYSTEMS, Deployment, Server, make_deployment
 from benchmarks.serving.traces import RETRIEVAL, VIDEO, Speaker, Workload, trace, without_adapters
 from benchmarks.summary import SUMMARY, card_name, record
+from vlora_sgl.kernels.tiling_search import MODELS
 
 WORKLOADS = {"retrieval": RETRIEVAL, "video": VIDEO}
 RESULTS = SUMMARY.parent / "serving"
@@ -263,22 +264,16 @@ def note(text: str) -> None:
     print(text, flush=True)
 
 
-def _linears() -> list[tuple[int, int]]:
-    """(inputs, outputs) of every linear with adapters, of the 7B shape."""
-    hidden, inner = SHAPE_7B["hidden_size"], SHAPE_7B["intermediate_size"]
-    small = hidden // SHAPE_7B["num_attention_heads"] * SHAPE_7B["num_key_value_heads"]
-    layer = [(hidden, hidden)] * 2 + [(hidden, small)] * 2 + [(hidden, inner)] * 2 + [(inner, hidden)]
-    return layer * SHAPE_7B["num_hidden_layers"]
-
-
 def adapter_numbers(rank: int) -> int:
-    """Weights of an adapter, all of which a decode step reads."""
-    return sum(rank * (k + n) for k, n in _linears())
+    """Weights of an adapter of the 7B shape, all of which a decode step reads."""
+    layer = sum(rank * ((len(p.offsets) - 1) * p.k + p.n) for p in MODELS["qwen2.5-vl-7b"])
+    return layer * SHAPE_7B["num_hidden_layers"]
 
 
 def base_numbers() -> int:
     """Weights of the base model that a decode step reads."""
-    return sum(k * n for k, n in _linears()) + SHAPE_7B["vocab_size"] * SHAPE_7B["hidden_size"]
+    layer = sum(p.k * p.n for p in MODELS["qwen2.5-vl-7b"])
+    return layer * SHAPE_7B["num_hidden_layers"] + SHAPE_7B["vocab_size"] * SHAPE_7B["hidden_size"]
 
 
 Figure = tuple[str, float, bool]
