@@ -96,7 +96,10 @@ class MixingLoRAManager(DescribedLoRAManager):
 
     def _load_mix(self, lora_ref: Any) -> None:
         if self.mix_tables is None:
-            raise AdapterError("this server takes no mixes: it needs --lora-backend atmm and --max-mixes above 0")
+            raise AdapterError(
+                "no room for mixes: they need --lora-backend atmm and --max-mixes above 0, and come by "
+                "/load_lora_adapter once the server runs, not by --lora-paths"
+            )
         if lora_ref.pinned:
             raise AdapterError("a mix has no slot of its own; pin its members")
         directory = allowed_directory(lora_ref.lora_path, VLoraArgs.from_environment().adapter_root)
