@@ -11,8 +11,6 @@ import argparse
 import base64
 import io
 import random
-import shlex
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,11 +150,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=everything, help="base, adapters and mix to measure")
     parser.add_argument("--summary", type=Path, default=SUMMARY)
     args = parser.parse_args()
-    command = shlex.join(["python", "-m", "benchmarks.serving.bench_tiny", *sys.argv[1:]])
 
     def note(name: str, value: float, unit: str, higher: bool = True) -> None:
         print(f"{name}: {value:.4g} {unit}", flush=True)
-        record(name, value, unit, higher, command=command, summary=args.summary)
+        record(name, value, unit, higher, summary=args.summary)
 
     for kind, cases in scene_cases(args.per_type, seed=777).items() if "base" in args.parts else ():
         note(f"tiny.base.{kind}", float(np.mean(served(args.url, cases, None, kind))), "accuracy")
