@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tiling_tables"
 OPS = ("linear", "linear_shrink", "expand", "grouped_shrink", "grouped_expand", "grouped_write", "shrink")
-"""``linear_shrink`` runs beside the base GEMM of ``linear`` and must leave it room; ``shrink`` runs alone, before
-``expand``, where it must fill the chip."""
+"""``linear_shrink`` are programs beside those of ``linear``, in one launch; ``shrink`` runs alone, before ``expand``,
+where it must fill the chip."""
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 # Field -> bits, most significant first: 128 in all.
 FIELDS = {"op": 8, "dtype": 8, "pairs": 8, "rank": 16, "rows": 8, "slots": 8, "parts": 8, "n": 32, "k": 32}

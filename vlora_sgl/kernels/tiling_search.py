@@ -39,6 +39,7 @@ L2_BYTES = 50 << 20
 MAX_ERROR_RATIO = 4.0
 READ_RATE = 3.0e12  # bytes per second from device memory, and from L2: the roofline of the pruning step
 CACHE_RATE = 5.5e12
+PROGRAM_RATE = 8.0e10  # of one program with some 100 KB under way
 SHARED_BYTES = 227 << 10
 PARTNER = {
     "linear": "linear_shrink",
@@ -143,13 +144,11 @@ def candidates(job: Job) -> list[Tile]:
     grouped = job.op == "grouped_shrink"
     ranked: list[tuple[float, Tile]] = []
     narrow = min(64, 16 * (len(job.projection.offsets) - 1)) if grouped else 16
-    # Beside a base GEMM a small program leaves more of that one's room on the multiprocessor.
-    rooms = (100 << 10, 48 << 10) if job.op == "linear_shrink" else (100 << 10,)
-    sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8, 16), rooms)
-    for n, k, split, room in sizes:
+    sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8, 16))
+    for n, k, split in sizes:
         stage = (block_m + n) * k * job.dtype.itemsize
         # As deep a pipeline as lets two programs share a multiprocessor; else one program alone.
-        stages = min(6, room // stage + 1)
+        stages = min(6, (100 << 10) // stage + 1)
         stages = stages if stages >= 3 else min(4, SHARED_BYTES // stage)
         programs = _programs(job, n) * split
         if stages < 2 or n < narrow or job.projection.k < 2 * k * split or (split > 1 and programs > 1056):
@@ -213,6 +212,11 @@ def _estimate(job: Job, block_n: int, split: int, shared: int) -> float:
         if waves > 1
         else min(4.0, max(1.0, 0.8 / (programs * split / 132)))
     )
+    if job.op == "linear_shrink":
+        # It may take half as long as the base GEMM beside it, whose programs wait while more of its own fill the chip.
+        own = (moved + programs * x) / (programs * split * PROGRAM_RATE)
+        room = p.n * p.k * job.dtype.itemsize / READ_RATE / 2
+        return max(own, room) * max(1.0, programs * split / 132) + cached / CACHE_RATE + 0.3e-6 * split
     return max(moved / READ_RATE, cached / CACHE_RATE) * idle + 0.3e-6 * split
 
 
@@ -337,10 +341,10 @@ def measure(run: Callable[[int], Any], copies: int, rounds: int = 5) -> tuple[fl
 def jobs_of(
     shapes: Sequence[Projection], ranks: Sequence[int], rows: Sequence[int], slots: Sequence[int], dtype: torch.dtype
 ) -> Iterator[Job]:
-    """The keys of a model, decode before prefill, each operation's expand before what needs it."""
+    """The keys of a model, decode before prefill, each after those that it is timed with, where there is a choice."""
     for count, s, rank, p in itertools.product(rows, slots, ranks, shapes):
         if count <= DENSE_MAX_ROWS:
-            for op in ("linear_shrink", "linear", "shrink", "expand"):
+            for op in ("linear", "linear_shrink", "shrink", "expand"):
                 yield Job(op, p, rank, count, s, 1, dtype)
         else:
             for op in ("grouped_shrink", "grouped_write", "grouped_expand"):
