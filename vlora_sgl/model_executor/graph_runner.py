@@ -5,8 +5,8 @@ the first, at the speed of a model without LoRA; an unmerged or mixture batch re
 refreshed in place. SGLang 0.5.17 can capture both for decode but nothing in it asks for that; of a prefill it knows
 one variant, and for models that see it captures none.
 
-A prefill's graphs are pieces of the decoder between its attentions, which run eagerly. Without them a short prefill
-takes as long as the host needs for its launches.
+A prefill's graphs are pieces of the decoder between its attentions, which run eagerly; those of short prefills come
+whole as well (``prefill_attention``). Without them a prefill takes as long as the host needs for its launches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from vlora_sgl import _sgl
+from vlora_sgl.model_executor.prefill_attention import captured_attention
+
+WHOLE = ",whole"
+"""Follows the variant in the key of a graph that captures attention as well."""
 
 
 class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
@@ -46,21 +50,26 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
 
     variant: str | None = None
     replays = 0
+    _whole = False  # of the batch that is loaded: its graph captures attention
 
     def __init__(self, model_runner: Any) -> None:
         if model_runner.server_args.enable_lora:
             model_runner.lora_manager.prefill_graphs = self
+        self.attention = captured_attention(model_runner)
         super().__init__(model_runner)
 
     def capture_one_shape(self, size: int, *, prefix_num_chunks: int = 0) -> None:
-        """SGLang's capture, twice: it prepares the batch by the LoRA manager, which asks for ``variant``."""
+        """SGLang's capture for each variant: it prepares the batch by the LoRA manager, which asks for ``variant``."""
         if not self._capture_lora or prefix_num_chunks:
             super().capture_one_shape(size, prefix_num_chunks=prefix_num_chunks)
             return
         capture = self.backend.capture_one
 
-        def capture_variant(key: Any, *args: Any, **kwargs: Any) -> None:
-            capture(replace(key, variant_label=self.variant), *args, **kwargs)
+        def capture_variant(key: Any, forward: Any, *args: Any, **kwargs: Any) -> None:
+            capture(replace(key, variant_label=self.variant), forward, *args, **kwargs)
+            if self.attention is not None and self.attention.captures(size):
+                whole = self.attention.capture(size, forward)
+                capture(replace(key, variant_label=f"{self.variant}{WHOLE}"), whole, *args, **kwargs)
 
         self.backend.capture_one = capture_variant
         try:
@@ -75,6 +84,17 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
         self.replays += 1
         return super().execute(forward_batch, **kwargs)
 
+    def _prepare_forward_metadata_for_replay(
+        self, forward_batch: Any, static_forward_batch: Any, num_tokens: int
+    ) -> None:
+        super()._prepare_forward_metadata_for_replay(forward_batch, static_forward_batch, num_tokens)
+        attention, cached = self.attention, forward_batch.extend_prefix_lens_cpu
+        self._whole = False
+        if attention is not None and self._capture_lora and cached is not None:
+            self._whole = attention.serves(num_tokens, cached)
+            if self._whole:
+                attention.refresh(sum(forward_batch.extend_seq_lens_cpu), sum(cached))
+
     def _execute_body_capture(
         self,
         forward_batch: Any,
@@ -86,7 +106,8 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
     ) -> Any:
         if self._capture_lora and shape_key.variant_label is None:
             pure = self.model_runner.lora_manager.lora_backend.batch_info is None
-            shape_key = replace(shape_key, variant_label="nolora" if pure else "lora")
+            label = ("nolora" if pure else "lora") + (WHOLE if self._whole else "")
+            shape_key = replace(shape_key, variant_label=label)
         return super()._execute_body_capture(
             forward_batch, static_forward_batch, static_num_tokens, raw_num_tokens, shape_key, **kwargs
         )
