@@ -69,6 +69,9 @@ NAMES: dict[str, str] = {
     # where it is constructed, which is where its replacement has to be
     "PrefillCudaGraphRunner": "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
     ":PrefillCudaGraphRunner",
+    "breakable_capture": "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+    ":_current_capture_var",
+    "TritonAttnBackend": "sglang.srt.layers.attention.triton_backend:TritonAttnBackend",
     "capture_mode": "sglang.srt.model_executor.runner_utils.capture_mode",
     # prefix cache
     "RadixCache": "sglang.srt.mem_cache.radix_cache:RadixCache",
@@ -79,6 +82,7 @@ NAMES: dict[str, str] = {
     "CacheInitParams": "sglang.srt.mem_cache.cache_init_params:CacheInitParams",
     "register_radix_cache_backend": "sglang.srt.mem_cache.registry:register_radix_cache_backend",
     "default_radix_cache_factory": "sglang.srt.mem_cache.registry:default_radix_cache_factory",
+    "maybe_cache_unfinished_req": "sglang.srt.mem_cache.common:maybe_cache_unfinished_req",
     "mm_utils": "sglang.srt.managers.mm_utils",
     "chunked_prefill_embedding": "sglang.srt.managers.mm_utils:_get_chunked_prefill_embedding",
     "adjust_embedding_length": "sglang.srt.managers.mm_utils:_adjust_embedding_length",
@@ -186,6 +190,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "PrefillCudaGraphRunner.capture_one_shape": ("self", "size", "prefix_num_chunks"),
     "PrefillCudaGraphRunner._execute_body_capture": (
         *("self", "forward_batch", "static_forward_batch", "static_num_tokens", "raw_num_tokens", "shape_key"),
+    ),
+    "PrefillCudaGraphRunner._prepare_forward_metadata_for_replay": (
+        *("self", "forward_batch", "static_forward_batch", "num_tokens"),
     ),
     "PrefillCudaGraphRunner._pad_to_bucket": ("raw_size", "buckets"),
     "PrefillCudaGraphRunner.can_run_graph": ("self", "forward_batch"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from vlora_sgl import _sgl
 from vlora_sgl.core import AdapterId
 from vlora_sgl.managers import encoder_cache
 from vlora_sgl.managers.radix_cache import NEVER, AdapterContent, CacheIdentity, VLoraRadixCache, image_spans
@@ -54,7 +55,7 @@ class PrefixReuse(Base):
 
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
         """SGLang's, after noting which prefixes are being computed, and counting what the new batch reuses."""
-        self._computing = {self._prefix_key(req) for req in self._in_flight()} - {None}
+        self._computing = self._publish()
         plan = super().get_new_batch_prefill(running_batch)
         if plan.batch_to_run is not None and isinstance(self.tree_cache, VLoraRadixCache):
             encoding: set[int] = set()
@@ -82,6 +83,26 @@ class PrefixReuse(Base):
         last = self.last_batch
         in_flight = list(last.reqs) if last is not None and last.forward_mode.is_extend() else []
         return [*in_flight, self.chunked_req] if self.chunked_req is not None else in_flight
+
+    def _publish(self) -> set[Any]:
+        """Put prefixes that requests wait for in the tree while they are computed; return those that cannot be yet.
+
+        Whoever takes such a prefix runs behind its computation on the same stream, as the next chunk of a long prompt
+        does, whose first chunks SGLang puts in the tree at that time too. So the device goes from one batch to the
+        next; the requests would else wait until the first one's answer is known.
+        """
+        in_flight = self._in_flight()
+        wanted = {self._prefix_key(req) for req in self.waiting_queue} - {None} if in_flight else set()
+        computing = set()
+        for req in in_flight:
+            key = self._prefix_key(req)
+            if key not in wanted or req.finished():  # finished: its answer is known, and its prefix in the tree
+                continue
+            if req is self.chunked_req:
+                computing.add(key)
+            elif not self._holds_prefix(req):
+                _sgl.maybe_cache_unfinished_req(req, self.tree_cache)
+        return computing
 
     def _prefix_key(self, req: Any) -> Any:
         identity = req.extra_key

@@ -1,0 +1,66 @@
+"""Which prefixes under way are put in the tree, so that the requests that wait for them follow at once."""
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+
+from vlora_sgl.managers.radix_cache import CacheIdentity
+from vlora_sgl.managers.reuse import WORTH_WAITING, PrefixReuse
+
+IMAGE = (4, 4 + WORTH_WAITING, 7)
+
+
+class Tree:
+    page_size = 1
+
+    def __init__(self):
+        self.published = []
+
+    def matched_length(self, token_ids, identity):
+        held = any(identity.prefix_key(token_ids) == key for key in self.published)
+        return identity.shareable if held else 0
+
+    def cache_unfinished_req(self, req):
+        self.published.append(req.extra_key.prefix_key(req.origin_input_ids))
+
+
+def request(image=IMAGE, finished=False):
+    identity = CacheIdentity(None, 0, 0, (image,))
+    return SimpleNamespace(
+        extra_key=identity, origin_input_ids=array("q", range(image[1] + 3)), finished=lambda: finished
+    )
+
+
+def scheduler(under_way, waiting, chunked=None):
+    made = PrefixReuse.__new__(PrefixReuse)
+    batch = SimpleNamespace(reqs=under_way, forward_mode=SimpleNamespace(is_extend=lambda: True))
+    made.__dict__.update(tree_cache=Tree(), last_batch=batch, waiting_queue=waiting, chunked_req=chunked)
+    return made
+
+
+def test_a_prefix_that_others_wait_for_is_published_once():
+    first, other = request(), request(image=(4, 4 + WORTH_WAITING, 8))
+    made = scheduler([first, other], [request(), request()])
+    assert made._publish() == set()
+    assert made.tree_cache.published == [first.extra_key.prefix_key(first.origin_input_ids)]
+    made._publish()
+    assert len(made.tree_cache.published) == 1
+
+
+@pytest.mark.parametrize("waiting", [[], [request(image=(4, 4 + WORTH_WAITING, 8))]], ids=["nobody", "another-image"])
+def test_a_prefix_that_nobody_waits_for_is_left_to_sglang(waiting):
+    made = scheduler([request()], waiting)
+    assert made._publish() == set() and made.tree_cache.published == []
+
+
+def test_a_finished_request_holds_no_kv_to_publish():
+    made = scheduler([request(finished=True)], [request()])
+    assert made._publish() == set() and made.tree_cache.published == []
+
+
+def test_of_a_chunked_request_the_others_wait_for_the_rest():
+    chunked = request()
+    made = scheduler([], [request()], chunked)
+    assert made._publish() == {chunked.extra_key.prefix_key(chunked.origin_input_ids)}
+    assert made.tree_cache.published == []
