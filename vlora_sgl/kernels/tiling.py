@@ -21,9 +21,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tiling_tables"
-OPS = ("linear", "linear_shrink", "expand", "grouped_shrink", "grouped_expand", "grouped_write", "shrink")
-"""``linear_shrink`` are programs beside those of ``linear``, in one launch; ``shrink`` runs alone, before ``expand``,
-where it must fill the chip."""
+OPS = (
+    *("linear", "linear_shrink", "expand", "grouped_shrink", "grouped_expand", "grouped_write", "shrink"),
+    "grouped_silu",
+)
+"""A key holds the index: new ones go to the end. ``linear_shrink`` are programs beside those of ``linear``, in one
+launch; ``shrink`` runs alone, before ``expand``, where it must fill the chip."""
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 # Field -> bits, most significant first: 128 in all.
 FIELDS = {"op": 8, "dtype": 8, "pairs": 8, "rank": 16, "rows": 8, "slots": 8, "parts": 8, "n": 32, "k": 32}
@@ -38,7 +41,7 @@ class Tile:
         block_n, block_k: columns and reduction steps of a program; block_k is unused by expands.
         split_k: programs that share one output tile's reduction.
         warps, stages: warps per program and depth of the software pipeline.
-        run: for grouped expands only: consecutive column tiles a program works through.
+        run: for grouped expands and activations only: consecutive column tiles a program works through.
     """
 
     block_m: int
@@ -154,6 +157,7 @@ def default_tile(fields: Mapping[str, int]) -> Tile:
         "grouped_shrink": Tile(64, 64 * min(2, fields["pairs"]), 64, 1 if rows >= 4096 else 4, 4, 4),
         "grouped_expand": Tile(64, 128, 0, 1, 4, 2, run=4 if wide else 1),
         "grouped_write": Tile(64, 128, 0, 1, 4, 2, run=4 if wide else 1),
+        "grouped_silu": Tile(64, 64, 0, 1, 8, 2, run=8 if wide else 2),  # not measured: 3 programs per multiprocessor
     }[OPS[fields["op"]]]
 
 

@@ -49,6 +49,7 @@ PARTNER = {
     "grouped_shrink": "grouped_write",
     "grouped_write": "grouped_shrink",
     "grouped_expand": "grouped_shrink",
+    "grouped_silu": "grouped_shrink",
 }
 """The other launch that an operation is timed with."""
 
@@ -64,6 +65,11 @@ class Projection:
     @property
     def n(self) -> int:
         return self.offsets[-1]
+
+    @property
+    def is_gate_up(self) -> bool:
+        """Whether an activation may follow that takes two halves."""
+        return len(self.offsets) == 3 and 2 * self.offsets[1] == self.n
 
 
 def projections(hidden: int, intermediate: int, heads: int, kv_heads: int) -> tuple[Projection, ...]:
@@ -123,6 +129,7 @@ def bytes_and_flops(job: Job) -> tuple[float, float]:
         "grouped_shrink": x + a + h,
         "grouped_expand": h + b + 2 * y,
         "grouped_write": h + b + y,
+        "grouped_silu": h + b + 1.5 * y,
     }[job.op]
     flops = 2.0 * job.rows * job.pairs * {"s": low * p.k, "e": job.rank * p.n}["s" if "shrink" in job.op else "e"]
     if job.op in ("linear", "linear_shrink"):
@@ -139,6 +146,9 @@ def candidates(job: Job) -> list[Tile]:
     if job.op in ("grouped_expand", "grouped_write"):
         spans = itertools.product((64, 128, 256), (4, 8), (1, 4, 16))
         return _with_own(job, (Tile(block_m, n, 0, 1, warps, 2, run=run) for n, warps, run in spans))
+    if job.op == "grouped_silu":  # two accumulators: 128 columns need 8 warps
+        shapes = itertools.product(((32, 4), (64, 4), (64, 8), (128, 8)), ((1, 2), (4, 2), (4, 3), (16, 2), (16, 3)))
+        return _with_own(job, (Tile(block_m, n, 0, 1, w, stages, run=run) for (n, w), (run, stages) in shapes))
     if job.op == "linear":
         return _linears(job, block_m)
     grouped = job.op == "grouped_shrink"
@@ -269,6 +279,8 @@ class Case:
             return launch.dense(*args, other, tile)
         if job.op == "grouped_shrink":
             return launch.grouped(*args, tile, other, accumulate=False)
+        if job.op == "grouped_silu":
+            return launch.grouped_silu(*args[:-1], other, tile)
         return launch.grouped(*args, other, tile, accumulate=job.op == "grouped_expand")
 
 
@@ -306,6 +318,8 @@ def error_ratio(case: Case, run: Callable[[int], torch.Tensor]) -> float:
     wide = Routing(job.rows, job.slots, routing.groups, routing.ranks, routing.places, routing.scalings)
     exact = atmm_torch(exact, x.double(), a.double(), b.double(), wide, offsets)
     own = atmm_torch(own, x, a, b, wide, offsets)
+    if job.op == "grouped_silu":
+        exact, own = silu_and_mul(exact), silu_and_mul(own)
     saved = case.y[0].clone()
     if writes:
         case.y[0].fill_(float("nan"))
@@ -314,6 +328,12 @@ def error_ratio(case: Case, run: Callable[[int], torch.Tensor]) -> float:
     floor = (own.double() - exact).abs().max().item()
     worst = (out - exact).abs().max().item()
     return math.inf if math.isnan(worst) else worst / max(floor, 1e-30)
+
+
+def silu_and_mul(y: torch.Tensor) -> torch.Tensor:
+    """The activation behind gate and up: [M, I] of [M, 2 I]."""
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def measure(run: Callable[[int], Any], copies: int, rounds: int = 5) -> tuple[float, float, float]:
@@ -347,7 +367,8 @@ def jobs_of(
             for op in ("linear", "linear_shrink", "shrink", "expand"):
                 yield Job(op, p, rank, count, s, 1, dtype)
         else:
-            for op in ("grouped_shrink", "grouped_write", "grouped_expand"):
+            activation = ("grouped_silu",) if p.is_gate_up else ()
+            for op in ("grouped_shrink", "grouped_write", "grouped_expand", *activation):
                 yield Job(op, p, rank, count, s, 1, dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm, atmm_linear, make_routing
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm, atmm_linear, atmm_silu_and_mul, make_routing
 from vlora_sgl.kernels.atmm.launch import library_linear
 from vlora_sgl.kernels.atmm.routing import (
     DENSE_MAX_SLOTS,
@@ -279,6 +279,18 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         if not batch.in_graph and not batch.routing.has_adapters:
             return y
         return atmm(y, x, a, b, batch.routing, offsets)
+
+    @property
+    def defers_activation(self) -> bool:
+        """Whether this batch's adapters on gate_up are for ``silu_and_mul`` to add: many rows, and adapters to add."""
+        batch = self.batch_info
+        return batch.routing.gates is None and (batch.in_graph or batch.routing.has_adapters)
+
+    def silu_and_mul(
+        self, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: Sequence[int]
+    ) -> torch.Tensor:
+        """The activation of gate and up with this batch's adapters (see ``kernels.atmm.atmm_silu_and_mul``)."""
+        return atmm_silu_and_mul(y, x, a, b, self.batch_info.routing, offsets)
 
     def run_qkv_lora(
         self,

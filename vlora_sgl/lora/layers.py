@@ -3,6 +3,7 @@
 Stock layers compute the base linear and then add the adapters' part. ATMM is faster where it does both (one grid for
 few rows, one pass over the output for many), so these subclasses hand it the base weight where that is a plain matrix.
 Under tensor parallelism the adapters' part joins each rank's partial result before the reduction: the same sum.
+In a prefill gate_up leaves its adapters to the activation behind it, which reads the output anyhow.
 """
 
 from __future__ import annotations
@@ -65,11 +66,89 @@ class AtmmColumnLinear(_Atmm, _sgl.ColumnParallelLinearWithLoRA):
         return self.column_forward(input_) if self.lora_active else super().forward(input_)
 
 
+class Owed:
+    """What a gate_up linear leaves to the activation behind it: the operands of one output, taken exactly once.
+
+    Whatever else happens to that output is an error, never an answer without its adapter.
+    """
+
+    def __init__(self) -> None:
+        self._left: tuple[torch.Tensor, tuple[Any, ...]] | None = None
+
+    def check_settled(self) -> None:
+        """Refuse to go on over a debt.
+
+        Raises:
+            RuntimeError: what was left was never taken.
+        """
+        if self._left is not None:
+            raise RuntimeError(
+                f"the adapters' part of a gate_up output {tuple(self._left[0].shape)} was never added: the model did "
+                "not call the activation that was to add it"
+            )
+
+    def leave(self, y: torch.Tensor, *operands: Any) -> None:
+        """Leave the adapters' part of ``y``, given by the operands of ``atmm`` after it."""
+        self.check_settled()
+        self._left = y, operands
+
+    def take(self, y: torch.Tensor) -> tuple[Any, ...] | None:
+        """The operands left for ``y``, or ``None`` where nothing is owed.
+
+        Raises:
+            RuntimeError: something is owed to another tensor.
+        """
+        if self._left is None:
+            return None
+        output, operands = self._left
+        if y.data_ptr() != output.data_ptr() or y.shape != output.shape:
+            raise RuntimeError(
+                f"the activation was to add the adapters' part of a gate_up output {tuple(output.shape)}, but was "
+                f"given another tensor {tuple(y.shape)}"
+            )
+        self._left = None
+        return operands
+
+
 class AtmmMergedColumnLinear(_Atmm, _sgl.MergedColumnParallelLinearWithLoRA):
-    """gate_up and other stacked column-parallel projections."""
+    """gate_up and other stacked column-parallel projections.
+
+    Attributes:
+        owed: shared with the activation that adds the adapters' part of a prefill, where there is one.
+    """
+
+    owed: Owed | None = None
+
+    def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Base and adapters, or the base alone with the adapters left to the activation: [M, N]."""
+        if self.owed is None or not self.lora_backend.defers_activation:
+            return super().project(x, bias)
+        y: torch.Tensor = self.base_layer.quant_method.apply(self.base_layer, x, bias)
+        self.owed.leave(y, x, self.a, self.b, self.offsets)
+        return y
 
     def forward(self, input_: torch.Tensor) -> Any:
+        if self.owed is not None:
+            self.owed.check_settled()
         return self.column_forward(input_) if self.lora_active else super().forward(input_)
+
+
+class AtmmSiluAndMul(nn.Module):
+    """SGLang's activation, with the adapters' part of its input where the gate_up linear before it left that.
+
+    Args:
+        base_layer: SGLang's.
+        linear: the gate_up linear; from now on it leaves what it may.
+    """
+
+    def __init__(self, base_layer: nn.Module, linear: AtmmMergedColumnLinear) -> None:
+        super().__init__()
+        self.base_layer, self.lora_backend = base_layer, linear.lora_backend
+        self.owed = linear.owed = Owed()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        operands = self.owed.take(x)
+        return self.base_layer(x) if operands is None else self.lora_backend.silu_and_mul(x, *operands)
 
 
 class AtmmQKVLinear(_Atmm, _sgl.QKVParallelLinearWithLoRA):
@@ -123,3 +202,28 @@ def wrap_layer(layer: nn.Module, backend: Any) -> nn.Module:
     """Wrap a linear for ``backend``; what has no class here gets SGLang's."""
     ours = layer_class(layer)
     return ours(layer, backend) if ours is not None else _sgl.get_lora_layer(layer, backend)
+
+
+def pair_activations(model: nn.Module) -> int:
+    """Put ``AtmmSiluAndMul`` behind every wrapped gate_up whose output goes straight into SiluAndMul.
+
+    Other models scale, clamp or reorder between the two, some in place; so only MLPs are taken whose ``forward`` is
+    known to do nothing there.
+
+    Returns:
+        How many there are.
+    """
+    straight = (_sgl.LlamaMLP.forward, _sgl.Qwen2MLP.forward)
+    found = 0
+    for mlp in list(model.modules()):
+        if type(mlp).forward not in straight:
+            continue
+        linear, activation = mlp.gate_up_proj, mlp.act_fn
+        if (
+            isinstance(linear, AtmmMergedColumnLinear)
+            and isinstance(activation, _sgl.SiluAndMul)
+            and not linear.base_layer.gather_output
+        ):
+            mlp.act_fn = AtmmSiluAndMul(activation, linear)
+            found += 1
+    return found

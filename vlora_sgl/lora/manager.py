@@ -18,9 +18,10 @@ import torch
 from vlora_sgl import _sgl
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, row_pairs
 from vlora_sgl.errors import AdapterError, ConfigError, UnknownAdapterError
+from vlora_sgl.kernels.atmm import on_kernels
 from vlora_sgl.kernels.merge import FoldTarget, MergeTable
 from vlora_sgl.lora.adapter import load_adapter, pin_adapter
-from vlora_sgl.lora.layers import wrap_layer
+from vlora_sgl.lora.layers import pair_activations, wrap_layer
 from vlora_sgl.lora.pool import SizedPool, fits
 from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 from vlora_sgl.server_args import VLoraArgs
@@ -476,6 +477,8 @@ class VLoraManager(_sgl.LoRAManager):
             super().init_lora_modules()
         finally:
             del model.named_modules
+        if self._routed and on_kernels(self.device):
+            logger.info("%d activations add the adapters' part of gate_up in a prefill", pair_activations(model))
 
     def mode_state(self) -> dict[str, Any]:
         """What ``/server_info`` shows: the folded adapter's name, and the count and seconds of switches by kind."""

@@ -2,6 +2,7 @@
 
 ``atmm`` adds the adapters' part to rows a base layer has computed; ``atmm_linear`` computes base and adapters
 together, which saves launches for few rows (decode) and a pass over the output for many (prefill).
+``atmm_silu_and_mul`` adds it to gate and up inside the activation that reads them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from vlora_sgl.kernels.atmm import launch
-from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_torch
+from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_silu_reference, atmm_torch
 from vlora_sgl.kernels.atmm.routing import DENSE_MAX_ROWS, Group, Pairs, Routing, make_routing
 from vlora_sgl.kernels.tiling import Tile, TilingTable, pack, table_for
 
@@ -24,8 +25,11 @@ __all__ = [
     "atmm",
     "atmm_linear",
     "atmm_reference",
+    "atmm_silu_and_mul",
+    "atmm_silu_reference",
     "atmm_torch",
     "make_routing",
+    "on_kernels",
 ]
 
 WRITE_FIRST_SHARE = 0.75
@@ -85,7 +89,7 @@ def atmm(
     launch.check(y, x, a, b, routing, offsets)
     if not routing.rows:
         return y
-    if x.device.type == "cpu" and not _interpreted():
+    if not on_kernels(x.device):
         return atmm_torch(y, x, a, b, routing, offsets)
     if routing.gates is not None:
         tile, expand = _tiles("shrink", "expand", b, x.shape[1], len(offsets) - 1, routing, table)
@@ -119,8 +123,7 @@ def atmm_linear(
     """
     if weight.shape != (offsets[-1], x.shape[1]):
         raise ValueError(f"weight must be [{offsets[-1]}, {x.shape[1]}], got {tuple(weight.shape)}")
-    on_kernels = x.device.type != "cpu" or _interpreted()
-    if not on_kernels or not routing.rows:
+    if not on_kernels(x.device) or not routing.rows:
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
     y = x.new_empty((routing.rows, offsets[-1]))
     launch.check(y, x, a, b, routing, offsets)
@@ -135,8 +138,41 @@ def atmm_linear(
     return y.addmm_(x, weight.T)
 
 
-def _interpreted() -> bool:
-    """Whether Triton interprets kernels (``TRITON_INTERPRET=1``), so that they run on CPU tensors."""
+def atmm_silu_and_mul(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    routing: Routing,
+    offsets: Sequence[int],
+    table: TilingTable | None = None,
+) -> torch.Tensor:
+    """``silu(gate) * up`` of the gate and up that ``atmm`` would leave in y: [M, I], freshly allocated.
+
+    For many rows (a routing with row tiles). Where ``atmm`` and an activation move y four times, this reads it once.
+    The adapters' part joins gate and up in float32, and nothing is rounded before the product is.
+
+    Args:
+        y: [M, >= 2 I] gate and up of the base layer. Not changed.
+        offsets: (0, I, 2 I). The others as in ``atmm``.
+
+    Raises:
+        ValueError: shapes, strides or dtypes that do not fit; a routing for few rows; a device without kernels.
+    """
+    launch.check(y, x, a, b, routing, offsets)
+    width = b.shape[1] // 2
+    if tuple(offsets) != (0, width, 2 * width):
+        raise ValueError(f"offsets must bound two projections of equal width, got {tuple(offsets)}")
+    if routing.tile_rows is None or not on_kernels(x.device):
+        raise ValueError("the fused activation needs row tiles and a device with kernels: use atmm and an activation")
+    if not routing.rows:
+        return y.new_empty((0, width))
+    shrink, tile = _tiles("grouped_shrink", "grouped_silu", b, x.shape[1], 2, routing, table)
+    return launch.grouped_silu(y, x, a, b, routing, shrink, tile)
+
+
+def on_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run there: on a GPU, and with ``TRITON_INTERPRET=1`` on CPU tensors."""
     from triton import knobs
 
-    return bool(knobs.runtime.interpret)
+    return device.type != "cpu" or bool(knobs.runtime.interpret)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from vlora_sgl.kernels.atmm import kernel
+from vlora_sgl.kernels.atmm import activation, kernel
 from vlora_sgl.kernels.atmm.routing import Routing
 from vlora_sgl.kernels.devices import is_hopper, shared_memory
 from vlora_sgl.kernels.tiling import Tile
@@ -171,6 +171,29 @@ def _partials(x: torch.Tensor, tiles: int, tile: Tile, block_m: int) -> torch.Te
     return torch.empty(tiles * tile.split_k * block_m * tile.block_n, dtype=torch.float32, device=x.device)
 
 
+def _grouped_shrink(
+    x: torch.Tensor, a: torch.Tensor, rank: int, parts: int, routing: Routing, tile: Tile
+) -> torch.Tensor:
+    """h [P, M, C * RP] of every row tile's slots; rows without a slot are left as they come."""
+    assert routing.tile_rows is not None and routing.tile_slots is not None
+    (tiles, block_m), pairs = routing.tile_rows.shape, routing.tile_slots.shape[1]
+    rp, pdl = rank_pad(rank), is_hopper(x.device)
+    tile = fitting(tile, block_m, x.itemsize, shared_memory(x.device))
+    h_tiles = -(-pairs * parts * rp // tile.block_n)
+    h = torch.empty((pairs, routing.rows, parts * rp), dtype=x.dtype, device=x.device)
+    if tiles * h_tiles > _COUNTERS:
+        tile = replace(tile, split_k=1)  # this many tiles fill the chip without splitting
+    _run(
+        kernel.grouped_shrink_kernel, (h_tiles * tile.split_k, tiles),
+        x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles,
+        _partials(x, tiles * h_tiles, tile, block_m), _counters(x.device),
+        routing.rows, x.stride(0), a.stride(0), h.stride(0),
+        K=x.shape[1], C=parts, RP=rp, PAIRS=pairs, SPLIT=tile.split_k, BM=block_m, BN=tile.block_n, BK=tile.block_k,
+        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return h
+
+
 def grouped(
     y: torch.Tensor,
     x: torch.Tensor,
@@ -186,25 +209,11 @@ def grouped(
 ) -> torch.Tensor:
     """The grouped kernels: ``y += LoRA``, or with ``accumulate=False`` ``y = LoRA (+ bias)`` for every row."""
     assert routing.tile_rows is not None and routing.tile_slots is not None and routing.n_tiles is not None
-    parts, k, r = len(offsets) - 1, x.shape[1], b.shape[2]
+    parts, r = len(offsets) - 1, b.shape[2]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
-    tiles, block_m = routing.tile_rows.shape
-    pairs, pdl = routing.tile_slots.shape[1], is_hopper(x.device)
-    shrink = fitting(shrink, block_m, x.itemsize, shared_memory(x.device))
-    h_tiles = -(-pairs * parts * rp // shrink.block_n)
-    h = torch.empty((pairs, routing.rows, parts * rp), dtype=x.dtype, device=x.device)
-    if tiles * h_tiles > _COUNTERS:
-        shrink = replace(shrink, split_k=1)  # this many tiles fill the chip without splitting
-    extra = {"launch_pdl": True} if pdl else {}
-    _run(
-        kernel.grouped_shrink_kernel, (h_tiles * shrink.split_k, tiles),
-        x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles,
-        _partials(x, tiles * h_tiles, shrink, block_m), _counters(x.device),
-        routing.rows, x.stride(0), a.stride(0), h.stride(0),
-        K=k, C=parts, RP=rp, PAIRS=pairs, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n, BK=shrink.block_k,
-        PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **extra,
-    )  # fmt: skip
-    n_tiles = _column_tiles(offsets, expand.block_n)
+    (tiles, block_m), pairs = routing.tile_rows.shape, routing.tile_slots.shape[1]
+    h = _grouped_shrink(x, a, r, parts, routing, shrink)
+    n_tiles, pdl = _column_tiles(offsets, expand.block_n), is_hopper(x.device)
     _run(
         kernel.grouped_expand_kernel, (-(-n_tiles // expand.run), tiles),
         y, x if bias is None else bias, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles,
@@ -212,9 +221,42 @@ def grouped(
         O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs),
         N_TILES=n_tiles, RUN=expand.run, STAGES=_stages(expand, block_m, rp, pairs, x),
         ACCUMULATE=accumulate, HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
-        num_warps=expand.warps, num_stages=1, **extra,
+        num_warps=expand.warps, num_stages=1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return y
+
+
+def grouped_silu(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    routing: Routing,
+    shrink: Tile,
+    tile: Tile,
+) -> torch.Tensor:
+    """The grouped shrink, and the expand of gate and up inside their activation: [M, I], freshly allocated.
+
+    Args:
+        y: [M, >= 2 I] the base layer's gate and up; read only.
+    """
+    assert routing.tile_rows is not None and routing.tile_slots is not None and routing.n_tiles is not None
+    (_, n, r), (tiles, block_m), pairs = b.shape, routing.tile_rows.shape, routing.tile_slots.shape[1]
+    rp, width, pdl = rank_pad(r), n // 2, is_hopper(x.device)
+    h = _grouped_shrink(x, a, r, 2, routing, shrink)
+    act = y.new_empty((routing.rows, width))
+    held = 2 * block_m * rp * pairs * x.itemsize  # both halves of h
+    stage = 2 * tile.block_n * (rp * pairs + block_m) * x.itemsize  # of B and of y
+    stages = max(1, min(tile.stages, (min(_SHARED, shared_memory(x.device)) - held) // stage))
+    _run(
+        activation.grouped_silu_kernel, (-(-width // (tile.block_n * tile.run)), tiles),
+        act, y, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles,
+        routing.rows, act.stride(0), y.stride(0), b.stride(0), b.stride(1), h.stride(0),
+        I=width, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs), RUN=tile.run, STAGES=stages,
+        BM=block_m, BN=tile.block_n, PDL=pdl, num_warps=tile.warps, num_stages=1,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return act
 
 
 def library_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

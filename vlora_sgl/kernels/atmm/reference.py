@@ -40,6 +40,21 @@ def atmm_reference(
     return out
 
 
+def atmm_silu_reference(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    groups: Sequence[Group],
+    ranks: Sequence[int],
+    scalings: Sequence[float],
+    offsets: Sequence[int],
+) -> torch.Tensor:
+    """``silu(gate) * up`` of what ``atmm_reference`` gives for gate and up: [M, I] float64."""
+    gate, up = atmm_reference(y, x, a, b, groups, ranks, scalings, offsets).chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
 def atmm_torch(
     y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Routing, offsets: Sequence[int]
 ) -> torch.Tensor:

@@ -1,0 +1,119 @@
+# A kernel parameter is a pointer, a scalar or a constant; Triton reads the annotations, mypy cannot.
+# mypy: disallow-untyped-defs=False, disable-error-code="assignment"
+"""The expand of gate and up inside the activation behind them: `act = silu(gate + h B_gate^T) * (up + h B_up^T)`.
+
+The letters are those of ``kernel.py``. ``y`` [M, 2 I] is what the base GEMM left, gate's I columns before up's;
+``act`` [M, I] is all that is written. The activation reads y anyhow, so the adapters cost no pass over it, and their
+part is never rounded on its own: sums, silu and product are float32.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from vlora_sgl.kernels.atmm.kernel import _dot, _load_b, _pick
+
+
+@triton.jit
+def _silu_tile(
+    number,
+    y_ptrs,
+    act_ptrs,
+    b_ptrs,
+    gate_lows,
+    up_lows,
+    words,
+    row_live,
+    k,
+    b_slot,
+    b_row,
+    I: tl.constexpr,
+    R: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_P: tl.constexpr,
+    BN: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """One column tile of one row tile: both halves of y, their products, and the activation."""
+    cols = number * BN + tl.arange(0, BN)
+    live = row_live & (cols < I)[None, :]
+    col_live = (cols < I)[:, None]
+    gate = tl.load(y_ptrs + cols[None, :], mask=live, other=0.0).to(tl.float32)  # [BM, BN]
+    up = tl.load(y_ptrs + (I + cols)[None, :], mask=live, other=0.0).to(tl.float32)
+    gate_rows = b_ptrs + cols.to(tl.int64)[:, None] * b_row  # [BN, RP]
+    up_rows = b_ptrs + (I + cols).to(tl.int64)[:, None] * b_row
+    for pair in tl.static_range(PAIRS):
+        word = _pick(words, pair, PAIRS_P)
+        gate = _dot(gate_lows[pair], _load_b(gate_rows, b_slot, word, col_live, k, R, CUT).T, gate)
+        up = _dot(up_lows[pair], _load_b(up_rows, b_slot, word, col_live, k, R, CUT).T, up)
+    act = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(act_ptrs + cols[None, :], act.to(act_ptrs.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def grouped_silu_kernel(
+    act,
+    y,
+    b,
+    h,
+    tile_rows,
+    tile_slots,
+    n_tiles,
+    m,
+    stride_act,
+    stride_y,
+    b_slot,
+    b_row,
+    h_pair,
+    I: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_P: tl.constexpr,
+    RUN: tl.constexpr,
+    STAGES: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """act[row] = silu(y_gate + sum_p h_p B_gate^T) * (y_up + sum_p h_p B_up^T) for every row of every tile.
+
+    Rows without a slot take the plain activation. Grid (runs of RUN column tiles, row tiles): a program holds its rows
+    of h and finishes one column tile while it loads the next one's y and B.
+    """
+    t = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+    if t >= tl.load(n_tiles):
+        return
+    if tl.load(tile_rows + t * BM) >= m:
+        return
+    rows = tl.load(tile_rows + t * BM + tl.arange(0, BM)).to(tl.int64)
+    row_live = ((rows >= 0) & (rows < m))[:, None]
+    order = tl.arange(0, PAIRS_P)
+    words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
+    k = tl.arange(0, RP)
+    h_ptrs = h + rows[:, None] * (2 * RP) + k[None, :]
+    gate_lows = ()  # of each pair: [BM, RP]
+    up_lows = ()
+    for pair in tl.static_range(PAIRS):
+        used = row_live & (_pick(words, pair, PAIRS_P) != 0)  # the shrink leaves no h where there is no slot
+        gate_lows += (tl.load(h_ptrs + pair * h_pair, mask=used, other=0.0),)
+        up_lows += (tl.load(h_ptrs + (pair * h_pair + RP), mask=used, other=0.0),)
+    y_ptrs = y + rows[:, None] * stride_y
+    act_ptrs = act + rows[:, None] * stride_act
+    b_ptrs = b + k[None, :]
+    first = tl.program_id(0) * RUN
+    last = tl.minimum(first + RUN, (I + BN - 1) // BN)
+    if tl.max((words >> 16) % 8, 0) == 0:
+        for number in tl.range(first, last, num_stages=STAGES):
+            _silu_tile(
+                number, y_ptrs, act_ptrs, b_ptrs, gate_lows, up_lows, words, row_live, k, b_slot, b_row,
+                I, R, PAIRS, PAIRS_P, BN, False,
+            )  # fmt: skip
+    else:
+        for number in range(first, last):
+            _silu_tile(
+                number, y_ptrs, act_ptrs, b_ptrs, gate_lows, up_lows, words, row_live, k, b_slot, b_row,
+                I, R, PAIRS, PAIRS_P, BN, True,
+            )  # fmt: skip
