@@ -112,13 +112,13 @@ def _shrink(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
-    SIGNAL: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
     """h[t, s] = gates[t, s] * x[t] A_s^T for every active slot s, in the order of ``active``: program ``pid`` of
     slots x tiles of columns x splits.
 
-    ``counters``: [tile] splits arrived; zero before and after. With SIGNAL ``done`` counts the tiles that are written;
-    without, the next launch waits for this one.
+    ``counters``: [tile] splits arrived; zero before and after. The last of all tiles tells PROGRAMS others, if there are
+    any; else the next launch waits for this one.
     """
     H: tl.constexpr = C * RP
     H_TILES: tl.constexpr = (H + BN - 1) // BN
@@ -150,7 +150,7 @@ def _shrink(
         near = tl.minimum(first * BK + tl.arange(0, LINES) * 64, K - 1)
         _to_l2(tl.where(col_live, a_ptrs, a)[:, None] + near[None, :])
         gdc_wait()  # every program must reach it
-        if not SIGNAL:
+        if PROGRAMS == 0:
             gdc_launch_dependents()
     x_ptrs = x + rows.to(tl.int64) * stride_x
     acc = tl.zeros((BM, BN), tl.float32)
@@ -183,9 +183,12 @@ def _shrink(
         low = tl.where((gate != 0.0)[:, None], acc * gate[:, None], 0.0)
         ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * H) + (index * H + cols)[None, :]
         tl.store(ptrs, low.to(h.dtype.element_ty), mask=row_live[:, None] & (cols < H)[None, :])
-        if SIGNAL:
+        if PROGRAMS > 0:
             tl.debug_barrier()
-            tl.atomic_add(done, 1, sem="release")
+            if tl.atomic_add(done, 1, sem="acq_rel") == tl.load(active) * H_TILES - 1:
+                tl.store(done, 0)
+                each = tl.arange(0, triton.next_power_of_2(PROGRAMS))
+                tl.atomic_xchg(done + 1 + each, 1, mask=each < PROGRAMS, sem="release")
 
 
 @triton.jit
@@ -214,7 +217,7 @@ def dense_shrink_kernel(
     """The shrink alone, before an expand: see ``_shrink``. Grid (slots x tiles x splits)."""
     _shrink(
         tl.program_id(0), x, a, h, gates, active, partials, counters, counters, m, stride_x, a_slot,
-        K, C, RP, SLOTS, SPLIT, STAGES, BM, BN, BK, PDL, False,
+        K, C, RP, SLOTS, SPLIT, STAGES, BM, BN, BK, PDL, 0,
     )  # fmt: skip
 
 
@@ -272,7 +275,8 @@ def dense_linear_kernel(
     programs share out the slots as they share out K. Products are W x^T, whose wide side is the weights' (``wgmma``
     takes 64 and more).
 
-    ``done``: tiles of h that are written, and programs that have seen them all; zero before and after.
+    ``done``: tiles of h that are written, and behind it a word for each program that waits for all of them (one word
+    for all is one cache line for all: microseconds). Zero before and after.
     """
     H_TILES: tl.constexpr = (C * RP + LOW_BN - 1) // LOW_BN
     SHRINKS: tl.constexpr = SLOTS * H_TILES * LOW_SPLIT
@@ -280,7 +284,7 @@ def dense_linear_kernel(
     if pid < SHRINKS:
         _shrink(
             pid, x, a, h, gates, active, low_partials, low_counters, done, m, stride_x, a_slot,
-            K, C, RP, SLOTS, LOW_SPLIT, LOW_DEPTH, BM, LOW_BN, LOW_BK, PDL, True,
+            K, C, RP, SLOTS, LOW_SPLIT, LOW_DEPTH, BM, LOW_BN, LOW_BK, PDL, PROGRAMS,
         )  # fmt: skip
         return
     tile = (pid - SHRINKS) // SPLIT
@@ -324,11 +328,11 @@ def dense_linear_kernel(
             xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
             wk = tl.load(w_ptrs + k[None, :], mask=col_live & (k < K)[None, :], other=0.0)
         acc = _dot(wk, xk.T, acc)
-    while tl.atomic_add(done, 0, sem="acquire") < n_active * H_TILES:
-        pass
-    if tl.atomic_add(done + 1, 1, sem="acq_rel") == PROGRAMS - 1:
-        tl.store(done, 0)
-        tl.store(done + 1, 0)
+    if n_active > 0:
+        told = done + 1 + (pid - SHRINKS)
+        while tl.atomic_add(told, 0, sem="acquire") == 0:
+            pass
+        tl.store(told, 0)
     # .cg: another multiprocessor has just written h.
     if ragged == 0:
         for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
