@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -185,13 +186,14 @@ def test_a_full_backlog_makes_the_host_wait(cache: EncoderCache, size: int) -> N
     assert [one.feature.done() for one in items] == ([True, False, False] if size == 8 else [True] * 3)
 
 
-def test_device_memory_is_let_go_once_it_is_copied(cache: EncoderCache) -> None:
-    import weakref
-
+def test_memory_is_let_go(cache: EncoderCache) -> None:
     offloader, one = Offloader(allowed=1), item(1)
     on_device = weakref.ref(one.feature)
     embed(offloader, one)
-    until(lambda: on_device() is None)
+    until(lambda: on_device() is None)  # once it is copied
+    on_host = weakref.ref(one.feature)
+    one.feature = None
+    until(lambda: on_host() is None)
 
 
 def test_pickled_it_is_the_tensor(cache: EncoderCache) -> None:

@@ -52,20 +52,22 @@ class Offload:
 
     Args:
         tensor: the feature on its device. Held until the copy is complete, so that its memory is nobody else's.
+
+    Attributes:
+        settled: set once the copy is complete, or has failed.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.nbytes = tensor.nbytes
         self._tensor = tensor
-        self._settled = threading.Event()
+        self.settled = threading.Event()
 
     def done(self) -> bool:
         """Whether ``wait`` returns at once."""
-        return self._settled.is_set()
+        return self.settled.is_set()
 
     def wait(self) -> torch.Tensor:
         """The feature in host memory; where it could not be copied, on its device still."""
-        self._settled.wait()
+        self.settled.wait()
         return self._tensor
 
     def __reduce__(self) -> Any:
@@ -85,7 +87,7 @@ class FeatureOffloader:
 
     def __init__(self, limit: int = BACKLOG_BYTES) -> None:
         self.limit = limit
-        self._waiting: deque[Offload] = deque()
+        self._waiting: deque[tuple[threading.Event, int]] = deque()  # no tensors: a released feature is to be free
         self._jobs: SimpleQueue[tuple[Offload, Any]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -128,9 +130,9 @@ class FeatureOffloader:
             self._thread.start()
         offload = Offload(tensor)
         self._jobs.put((offload, self.mark(tensor)))
-        self._waiting.append(offload)
-        while self._waiting and (self._waiting[0].done() or sum(o.nbytes for o in self._waiting) > self.limit):
-            self._waiting.popleft().wait()
+        self._waiting.append((offload.settled, tensor.nbytes))
+        while self._waiting and (self._waiting[0][0].is_set() or sum(n for _, n in self._waiting) > self.limit):
+            self._waiting.popleft()[0].wait()
         return offload
 
     def _run(self) -> None:
@@ -145,7 +147,7 @@ class FeatureOffloader:
         except Exception as error:  # for want of host memory, say: then it stays where it is, until its next use
             logger.warning("an image's features stay on the device: %s", error)
         finally:
-            offload._settled.set()
+            offload.settled.set()
 
     # What a device needs; tests have devices of their own.
 
