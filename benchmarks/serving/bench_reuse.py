@@ -14,9 +14,10 @@
   server's own counters.
 
 The requests are all in the scheduler's queue before it starts, and times count from there: preprocessing the images
-takes the client's process the same time everywhere. Stock SGLang runs in a process of its own, with the same model and
-adapters; its adapters always fork the KV (as vLLM's do, whose block hashes contain the adapter's id). A case's values
-are of different images; medians are reported, all values are in the rows.
+takes the client's process the same time everywhere. Before them the prefix cache is emptied, the CUDA allocator's is
+not. Stock SGLang runs in a process of its own, with the same model and adapters; its adapters always fork the KV (as
+vLLM's do, whose block hashes contain the adapter's id). A case's values are of different images; medians are reported,
+all values are in the rows.
 
 ``--heads`` measures what bench_heads measures too, on the same engine: a start of 7B shape costs a minute.
 """
@@ -159,8 +160,10 @@ def shared(
         picture = next(fresh)
         requests = [request([picture], f"{kind}{number}", 1) for number in range(count)]
         for image in ("new", "encoded"):
-            client.engine.flush_cache()
+            client.forget_prefixes()
             answers = client.ask(*requests, hold=True)
+            if all(answer.meta_info["cached_tokens"] for answer in answers):
+                raise RuntimeError("every request found a prefix: the cache was not emptied before them")
             if repeat:
                 found.setdefault((kind, image), []).append(counts(answers))
     for (kind, image), values in found.items():

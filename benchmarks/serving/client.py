@@ -75,6 +75,15 @@ class Client:
         answer = await self.engine.async_generate(**request, rid=name)
         return time.perf_counter(), answer["meta_info"]
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, and leave the CUDA allocator its own: to fill that again would be part of the times.
+
+        ``Engine.flush_cache`` empties both. A scheduler that is not idle does nothing, and only the next answers show
+        it: each of them has cached tokens then.
+        """
+        time.sleep(0.05)  # an answer comes before its batch is put away
+        self.engine.collective_rpc("flush_cache", empty_cache=False)
+
     def saturate(self, make: Callable[[int], dict[str, Any]], workers: int, seconds: float) -> float:
         """Answers per second with ``workers`` requests under way at any time, after a tenth of the time to get going.
 

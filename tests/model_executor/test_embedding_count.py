@@ -32,7 +32,9 @@ def test_image_tokens(prefixes: list[int], lengths: list[int], offsets: list[Any
 
 def place(embeddings: int, offsets: list[tuple[int, int]], per_item: int = 1) -> tuple[Any, list[str]]:
     """A prompt of ten tokens, four of them an image's, through our two functions; and what asked the device."""
-    items = [SimpleNamespace(offsets=offsets[i : i + per_item]) for i in range(0, len(offsets), per_item)]
+    items = [
+        SimpleNamespace(offsets=offsets[i : i + per_item], feature=None) for i in range(0, len(offsets), per_item)
+    ]
     ids = torch.full((10,), 7)
     for first, last in offsets:
         ids[first : last + 1] = PAD

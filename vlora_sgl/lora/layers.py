@@ -43,6 +43,11 @@ class _Atmm:
             and weight.is_contiguous()
         )
 
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The bias that this rank adds to its product, if any."""
+        return None if self.base_layer.skip_bias_add else self.base_layer.bias
+
     def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Base and adapters: [M, N]."""
         base, backend = self.base_layer, self.lora_backend
@@ -53,7 +58,7 @@ class _Atmm:
     def column_forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A column-parallel or replicated linear: (output, bias that was skipped)."""
         base = self.base_layer
-        y = self.project(x, None if base.skip_bias_add else base.bias)
+        y = self.project(x, self.own_bias)
         if getattr(base, "gather_output", False):
             y = _sgl.tensor_model_parallel_all_gather(y)
         return y, base.bias if base.skip_bias_add else None
@@ -168,11 +173,16 @@ class AtmmReplicatedLinear(_Atmm, _sgl.ReplicatedLinearWithLoRA):
 class AtmmRowLinear(_Atmm, _sgl.RowParallelLinearWithLoRA):
     """o_proj and down_proj."""
 
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The first rank's; the sum over ranks must have it once."""
+        return None if self.base_layer.tp_rank > 0 else super().own_bias
+
     def forward(self, input_: torch.Tensor, skip_all_reduce: bool = False, forward_batch: Any = None) -> Any:
         base = self.base_layer
         if not self.lora_active or not base.input_is_parallel:
             return super().forward(input_, skip_all_reduce, forward_batch)
-        y = self.project(input_, None if base.tp_rank > 0 or base.skip_bias_add else base.bias)
+        y = self.project(input_, self.own_bias)
         reduce = base.reduce_results and base.tp_size > 1 and not skip_all_reduce
         if reduce and not _sgl.should_skip_mlp_all_reduce():
             group = _sgl.get_parallel().attn_tp_group if base.use_dp_attention_reduce else None

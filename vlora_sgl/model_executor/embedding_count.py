@@ -2,7 +2,8 @@
 
 SGLang compares the number of embeddings with the number of image tokens in the prompt, and fetches the latter from the
 device: the host then stands still until the encoder is through, and launches the decoder only afterwards. Where the
-tokens are, the host knows from the requests; where the numbers agree there is nothing to fetch.
+tokens are, the host knows from the requests; where the numbers agree there is nothing to fetch. Nor does it wait for
+the images' features to be in host memory again (``feature_offload``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from vlora_sgl.model_executor.feature_offload import offloader
 
 Offsets = Sequence[tuple[int, int]]
 
@@ -37,9 +40,11 @@ def chunked_prefill_embedding(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """SGLang's, with ``counted`` on the embeddings when there are as many as image tokens.
 
-    An item of several images may have its placeholders changed (pruned video frames): that one is left to SGLang.
+    When it returns, the items' features are on their way to host memory (``feature_offload``). An item of several
+    images may have its placeholders changed (pruned video frames): that one is left to SGLang.
     """
-    embedding, input_ids = original(encode, items, sizes, prefixes, lengths, offsets, input_ids)
+    with offloader.around_embedding(items):
+        embedding, input_ids = original(encode, items, sizes, prefixes, lengths, offsets, input_ids)
     one_each = all(len(item.offsets) == 1 for item in items)
     if embedding is not None and one_each and len(embedding) == image_tokens(prefixes, lengths, offsets):
         embedding.counted = True

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 from vlora_sgl import _sgl
+from vlora_sgl.lora.warmup import compile_prefills
 from vlora_sgl.managers import encoder_cache
 from vlora_sgl.model_executor import vision_graphs
 from vlora_sgl.server_args import VLoraArgs
@@ -44,8 +45,11 @@ class VLoraModelRunner(_sgl.ModelRunner):
         super().init_weight_exporter()
         self.weight_exporter = _Guard(self.weight_exporter, self)
 
-    def init_cuda_graphs(self, *args: Any, **kwargs: Any) -> Any:
-        """SGLang's, once the manager knows the KV cache that its routers' votes lie beside."""
+    def init_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
+        """SGLang's, once the manager knows the KV cache that its routers' votes lie beside.
+
+        Then what prefills too large for a graph will launch is compiled, so that none of them waits for it.
+        """
         manager = getattr(self, "lora_manager", None)
         if manager is not None:
             slots = self.max_total_num_tokens + self.page_size  # SGLang pads its KV cache by a page
@@ -54,7 +58,11 @@ class VLoraModelRunner(_sgl.ModelRunner):
         # Ranks would have to capture their reductions together.
         alone = self.server_args.tp_size == 1 and not self.server_args.disable_cuda_graph
         self.vision_graphs = vision_graphs.install(self.model, limit if alone else 0)
-        return super().init_cuda_graphs(*args, **kwargs)
+        super().init_cuda_graphs(*args, **kwargs)
+        if manager is not None:
+            largest = max(getattr(self.prefill_cuda_graph_runner, "capture_num_tokens", None) or [0])
+            chunk = self.server_args.chunked_prefill_size or 0
+            compile_prefills(manager, largest, chunk if chunk > 0 else self.server_args.max_prefill_tokens)
 
     def check_weights(self, action: str, allow_quant_error: bool = False) -> Any:
         """SGLang's check (checksum, snapshot, comparison), of the base model's weights."""

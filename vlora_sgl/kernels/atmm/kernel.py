@@ -117,8 +117,8 @@ def _shrink(
     """h[t, s] = gates[t, s] * x[t] A_s^T for every active slot s, in the order of ``active``: program ``pid`` of
     slots x tiles of columns x splits.
 
-    ``counters``: [tile] splits arrived; zero before and after. The last of all tiles tells PROGRAMS others, if there are
-    any; else the next launch waits for this one.
+    ``counters``: [tile] splits arrived; zero before and after. The last of all tiles tells PROGRAMS others, if any;
+    else the next launch waits for this one.
     """
     H: tl.constexpr = C * RP
     H_TILES: tl.constexpr = (H + BN - 1) // BN
@@ -429,7 +429,7 @@ def dense_expand_kernel(
     tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])  # rows, only compared with: a count that 16 divides is no other kernel
 def grouped_shrink_kernel(
     x,
     a,
@@ -564,7 +564,7 @@ def _expand_tile(
     tl.store(y_ptrs + cols[None, :], acc.to(y_ptrs.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])  # rows, only compared with: a count that 16 divides is no other kernel
 def grouped_expand_kernel(
     y,
     bias,

@@ -1,0 +1,163 @@
+"""The grouped kernels of prefills that run eagerly, compiled at start: the first large prefill must not wait for them.
+
+Captured graphs have what smaller prefills launch. What is compiled depends on the linear's shape, the tile, the rows
+of a block and the slots per row, not on the number of rows. So the tiles are those of many rows, and the operands the
+slots themselves with a few rows of input and output: no more memory than those, and no launch.
+
+A mix's prefills run eagerly at every size; the smaller sizes' tiles, where they differ, are compiled when one comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime.errors import OutOfResources
+
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, launch, make_routing
+from vlora_sgl.kernels.atmm.routing import TILE_ROWS, is_dense
+from vlora_sgl.kernels.tiling import Tile, bucket, pack, table_for
+
+logger = logging.getLogger(__name__)
+
+ROWS = 16
+"""Of the operands that stand for a batch's."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A wrapped linear, by what its kernels are compiled for.
+
+    Attributes:
+        a, b: its slots in the pool.
+        offsets: bounds of its stacked projections' columns.
+        ends: the second launches it may take. Where its base weight goes through the operator, one may write before
+            the base GEMM accumulates; where an activation adds the adapters' part, it is always that one's.
+        bias: what is added with it, if anything.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    offsets: tuple[int, ...]
+    ends: tuple[str, ...]
+    bias: torch.Tensor | None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for linears whose kernels are the same."""
+        a, b = self.a, self.b
+        return self.offsets, a.shape, a.stride(), b.shape, b.stride(), a.dtype, self.ends, self.bias is not None
+
+    def tiles(self, rows: int, slots: int, pairs: int) -> Iterator[tuple[Tile, Tile, str]]:
+        """Tiles of both launches of a batch of so many rows, and which the second is."""
+        table, (_, n, r) = table_for(self.b.device.index), self.b.shape
+        shape, parts = (n, self.a.shape[2], r, rows, slots), len(self.offsets) - 1
+
+        def tile(op: str) -> Tile:
+            return table.lookup(pack(op, *shape, parts=parts, pairs=pairs, dtype=self.b.dtype))
+
+        for end in self.ends:
+            yield tile("grouped_shrink"), tile(end), end
+
+
+def wrapped_linears(manager: Any) -> list[Linear]:
+    """One of each kind that a LoRA manager has wrapped for the operator."""
+    found: dict[tuple[Any, ...], Linear] = {}
+    for layer in manager.lora_modules:
+        for module in layer.values():
+            if hasattr(module, "fusible"):
+                ends = ("grouped_expand", "grouped_write") if module.fusible else ("grouped_expand",)
+                if getattr(module, "owed", None) is not None:
+                    ends = ("grouped_silu",)
+                linear = Linear(module.a, module.b, module.offsets, ends, module.own_bias)
+                found.setdefault(linear.key, linear)
+    return list(found.values())
+
+
+def compile_prefills(manager: Any, captured: int, most: int) -> int:
+    """Compile, on a GPU, what prefills beyond the captured ones launch; returns the number of kernels asked for.
+
+    Args:
+        manager: the LoRA manager, with its pool.
+        captured: tokens of the largest captured prefill, 0 if none is.
+        most: tokens of the largest prefill there can be.
+    """
+    backend, slots = manager.lora_backend, manager.max_loras_per_batch
+    linears = wrapped_linears(manager) if manager.device.type == "cuda" else []
+    fewest = 1 + (captured or (DENSE_MAX_ROWS if is_dense(1, slots) else 0))
+    if not linears or fewest > most:
+        return 0
+    start = time.monotonic()
+    # Two slots a row: a folded adapter taken out beside its own, or two members of a mix.
+    two = manager.switcher is not None or getattr(manager, "mix_tables", None) is not None
+    sizes = range(bucket(fewest), bucket(most) + 1)
+    with _compiling() as kernels:
+        for pairs, block in product((1, 2) if two else (1,), _blocks(fewest, slots)):
+            routing = _routing(slots, pairs, block, backend.places, manager.device)
+            for linear in linears:
+                _compile(linear, routing, {t for size in sizes for t in linear.tiles(1 << size, slots, pairs)})
+    logger.info(
+        "compiled %d kernels for prefills of %d to %d tokens in %.1f s",
+        *(len(kernels), fewest, most, time.monotonic() - start),
+    )
+    return len(kernels)
+
+
+def _blocks(fewest: int, slots: int) -> Sequence[int]:
+    """Rows per tile that batches of ``fewest`` rows and more may have (see ``make_routing``)."""
+    most_groups = 2 * slots + 1  # a slot's rows, those that take a folded adapter out besides, and base rows
+    return TILE_ROWS[fewest >= 32 * most_groups :]
+
+
+def _routing(slots: int, pairs: int, block: int, places: Sequence[int], device: torch.device) -> Routing:
+    """Rows that apply so many slots each; which ones, nothing depends on."""
+    applied = tuple((slot, 1.0) for slot in range(pairs))
+    group = (np.arange(ROWS, dtype=np.int32), applied)
+    return make_routing([group], ROWS, [1] * slots, [1.0] * slots, device, places=places, block=block, dense=False)
+
+
+def _compile(linear: Linear, routing: Routing, tiles: Iterable[tuple[Tile, Tile, str]]) -> None:
+    a, b, offsets = linear.a, linear.b, linear.offsets
+    x, y = a.new_empty((ROWS, a.shape[2])), a.new_empty((ROWS, offsets[-1]))
+    for shrink, expand, end in tiles:
+        if end == "grouped_silu":
+            launch.grouped_silu(y, x, a, b, routing, shrink, expand)
+            continue
+        accumulate = end == "grouped_expand"
+        bias = None if accumulate else linear.bias  # what accumulates finds the bias in y
+        launch.grouped(y, x, a, b, routing, offsets, shrink, expand, accumulate=accumulate, bias=bias)
+
+
+@contextmanager
+def _compiling() -> Iterator[set[Any]]:
+    """Launches compile and load their kernel, and do not run it; yields what there was to compile."""
+    kernels: set[Any] = set()
+
+    def instead(function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        sizes = (value for value in args if isinstance(value, int))
+        name = function.__name__, args[0].dtype, *sizes, *options.values()
+        if name not in kernels:
+            kernels.add(name)
+            try:
+                load(function.warmup(*args, grid=grid, **options))
+            except OutOfResources as error:
+                logger.warning("%s does not fit this device: %s", function.__name__, error)
+
+    launched: Callable[..., None] = launch._run
+    launch._run = instead
+    try:
+        yield kernels
+    finally:
+        launch._run = launched
+
+
+def load(compiled: Any) -> Any:
+    """Have Triton load a compiled kernel, and build its launcher: else its first launch does."""
+    return compiled.run
