@@ -33,6 +33,10 @@ WRAPPED: dict[str, str] = {
         "vlora_sgl.model_executor.model_runner:release_pristine"
     ),
     "OpenAIServingBase._resolve_lora_path": "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
+    "BaseMultimodalProcessor.process_mm_data": "vlora_sgl.managers.image_requests:process_mm_data",
+    "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc": "vlora_sgl.managers.image_requests:wrap_for_cuda_ipc",
+    "ProcessorMixin._check_special_mm_tokens": "vlora_sgl.managers.image_requests:check_special_tokens",
+    "get_rope_index": "vlora_sgl.managers.image_requests:get_rope_index",
     "import_processors": "vlora_sgl.imports:import_needed_processors",
     "chunked_prefill_embedding": "vlora_sgl.model_executor.embedding_count:chunked_prefill_embedding",
     "adjust_embedding_length": "vlora_sgl.model_executor.embedding_count:adjust_embedding_length",

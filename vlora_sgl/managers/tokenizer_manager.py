@@ -11,6 +11,7 @@ import torch
 from vlora_sgl import _sgl
 from vlora_sgl.bake.manifest import BASE_DELTA, BakedModel, read_baked
 from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests, head_of
+from vlora_sgl.managers import messages
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse, UnknownModelResponse
 from vlora_sgl.managers.planner import latency_constraint
 from vlora_sgl.managers.request_states import RequestStates
@@ -40,6 +41,13 @@ class VLoraTokenizerManager(AdapterLifecycle, _sgl.TokenizerManager):
         tokenized = await super()._tokenize_one_request(obj)
         await hash_images(getattr(tokenized, "mm_inputs", None))
         return tokenized
+
+    def _dispatch_to_scheduler(self, obj: Any) -> None:
+        """SGLang's, with tensors that take no archive; where it would write into the message first, just SGLang's."""
+        if _sgl.USE_PICKLE_IPC and self.tokenizer_ipc_name is None:
+            self.send_to_scheduler.send(messages.dumps(obj))
+        else:
+            super()._dispatch_to_scheduler(obj)
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """SGLang's answers. What we say of a request travels as its first token's info; show it as one value.
