@@ -25,8 +25,8 @@ OPS = (
     *("linear", "linear_shrink", "expand", "grouped_shrink", "grouped_expand", "grouped_write", "shrink"),
     "grouped_silu",
 )
-"""A key holds the index: new ones go to the end. ``linear_shrink`` are programs beside those of ``linear``, in one
-launch; ``shrink`` runs alone, before ``expand``, where it must fill the chip."""
+"""A key holds the index: new ones go to the end. ``linear_shrink`` runs beside the base GEMM of ``linear`` and must
+leave it room; ``shrink`` runs alone, before ``expand``, where it must fill the chip."""
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 # Field -> bits, most significant first: 128 in all.
 FIELDS = {"op": 8, "dtype": 8, "pairs": 8, "rank": 16, "rows": 8, "slots": 8, "parts": 8, "n": 32, "k": 32}
@@ -51,6 +51,7 @@ class Tile:
     warps: int = 4
     stages: int = 3
     run: int = 1
+    fused: bool = False
 
 
 def bucket(count: int) -> int:

@@ -39,7 +39,6 @@ L2_BYTES = 50 << 20
 MAX_ERROR_RATIO = 4.0
 READ_RATE = 3.0e12  # bytes per second from device memory, and from L2: the roofline of the pruning step
 CACHE_RATE = 5.5e12
-PROGRAM_RATE = 8.0e10  # of one program with some 100 KB under way
 SHARED_BYTES = 227 << 10
 PARTNER = {
     "linear": "linear_shrink",
@@ -154,11 +153,13 @@ def candidates(job: Job) -> list[Tile]:
     grouped = job.op == "grouped_shrink"
     ranked: list[tuple[float, Tile]] = []
     narrow = min(64, 16 * (len(job.projection.offsets) - 1)) if grouped else 16
-    sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8, 16))
-    for n, k, split in sizes:
+    # Beside a base GEMM a small program leaves more of that one's room on the multiprocessor.
+    rooms = (100 << 10, 48 << 10) if job.op == "linear_shrink" else (100 << 10,)
+    sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8, 16), rooms)
+    for n, k, split, room in sizes:
         stage = (block_m + n) * k * job.dtype.itemsize
         # As deep a pipeline as lets two programs share a multiprocessor; else one program alone.
-        stages = min(6, (100 << 10) // stage + 1)
+        stages = min(6, room // stage + 1)
         stages = stages if stages >= 3 else min(4, SHARED_BYTES // stage)
         programs = _programs(job, n) * split
         if stages < 2 or n < narrow or job.projection.k < 2 * k * split or (split > 1 and programs > 1056):
@@ -188,9 +189,12 @@ def _linears(job: Job, block_m: int) -> list[Tile]:
 
 
 def _pruned(job: Job, ranked: list[tuple[float, Tile]]) -> list[Tile]:
-    """Best estimate first, without those more than half as dear again."""
+    """Best estimate first, without those more than half as dear again; shrinks beside a base GEMM also within it."""
     ranked.sort(key=lambda item: item[0])
-    return _with_own(job, (tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0]))
+    tiles = _with_own(job, (tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0]))
+    if job.op == "linear_shrink":
+        tiles = [replace(tile, fused=fused) for tile in tiles for fused in (False, True)]
+    return tiles
 
 
 def _with_own(job: Job, tiles: Iterable[Tile]) -> list[Tile]:
@@ -222,11 +226,6 @@ def _estimate(job: Job, block_n: int, split: int, shared: int) -> float:
         if waves > 1
         else min(4.0, max(1.0, 0.8 / (programs * split / 132)))
     )
-    if job.op == "linear_shrink":
-        # It may take half as long as the base GEMM beside it, whose programs wait while more of its own fill the chip.
-        own = (moved + programs * x) / (programs * split * PROGRAM_RATE)
-        room = p.n * p.k * job.dtype.itemsize / READ_RATE / 2
-        return max(own, room) * max(1.0, programs * split / 132) + cached / CACHE_RATE + 0.3e-6 * split
     return max(moved / READ_RATE, cached / CACHE_RATE) * idle + 0.3e-6 * split
 
 
@@ -361,10 +360,10 @@ def measure(run: Callable[[int], Any], copies: int, rounds: int = 5) -> tuple[fl
 def jobs_of(
     shapes: Sequence[Projection], ranks: Sequence[int], rows: Sequence[int], slots: Sequence[int], dtype: torch.dtype
 ) -> Iterator[Job]:
-    """The keys of a model, decode before prefill, each after those that it is timed with, where there is a choice."""
+    """The keys of a model, decode before prefill, each operation's expand before what needs it."""
     for count, s, rank, p in itertools.product(rows, slots, ranks, shapes):
         if count <= DENSE_MAX_ROWS:
-            for op in ("linear", "linear_shrink", "shrink", "expand"):
+            for op in ("linear_shrink", "linear", "shrink", "expand"):
                 yield Job(op, p, rank, count, s, 1, dtype)
         else:
             activation = ("grouped_silu",) if p.is_gate_up else ()

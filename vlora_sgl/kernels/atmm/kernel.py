@@ -113,6 +113,7 @@ def _shrink(
     BK: tl.constexpr,
     PDL: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    PROGRAMS_P: tl.constexpr,
 ):
     """h[t, s] = gates[t, s] * x[t] A_s^T for every active slot s, in the order of ``active``: program ``pid`` of
     slots x tiles of columns x splits.
@@ -187,7 +188,7 @@ def _shrink(
             tl.debug_barrier()
             if tl.atomic_add(done, 1, sem="acq_rel") == tl.load(active) * H_TILES - 1:
                 tl.store(done, 0)
-                each = tl.arange(0, triton.next_power_of_2(PROGRAMS))
+                each = tl.arange(0, PROGRAMS_P)
                 tl.atomic_xchg(done + 1 + each, 1, mask=each < PROGRAMS, sem="release")
 
 
@@ -217,7 +218,7 @@ def dense_shrink_kernel(
     """The shrink alone, before an expand: see ``_shrink``. Grid (slots x tiles x splits)."""
     _shrink(
         tl.program_id(0), x, a, h, gates, active, partials, counters, counters, m, stride_x, a_slot,
-        K, C, RP, SLOTS, SPLIT, STAGES, BM, BN, BK, PDL, 0,
+        K, C, RP, SLOTS, SPLIT, STAGES, BM, BN, BK, PDL, 0, 1,
     )  # fmt: skip
 
 
@@ -266,25 +267,28 @@ def dense_linear_kernel(
     LOW_BN: tl.constexpr,
     LOW_BK: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    PROGRAMS_P: tl.constexpr,
+    FUSED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x W^T + bias + h B^T: shrink, base GEMM and, as further steps of its reduction, the expand.
+    """y = x W^T + bias + h B^T: the base GEMM with the expand as further steps of its reduction, beside a shrink.
 
-    The first programs shrink (LOW_*); the other PROGRAMS stream W meanwhile and wait for h only when they are through
-    with W. That cannot lock up: programs start in their order, and those that are waited for wait for none. Split-K
-    programs share out the slots as they share out K. Products are W x^T, whose wide side is the weights' (``wgmma``
-    takes 64 and more).
+    W is streamed while the shrink runs; h is waited for only behind it. FUSED: the first programs shrink (LOW_*), and
+    the other PROGRAMS wait for their word. That cannot lock up: programs start in their order, and those that are
+    waited for wait for none. Else the shrink is the launch before, and with PDL this one starts while it runs; so x
+    must be complete when the *shrink* starts its work: it passes ``gdc_wait`` before it lets this kernel start.
+    Split-K programs share out the slots as they share out K. Products are W x^T, whose wide side is the weights'
+    (``wgmma`` takes 64 and more).
 
     ``done``: tiles of h that are written, and behind it a word for each program that waits for all of them (one word
     for all is one cache line for all: microseconds). Zero before and after.
     """
-    H_TILES: tl.constexpr = (C * RP + LOW_BN - 1) // LOW_BN
-    SHRINKS: tl.constexpr = SLOTS * H_TILES * LOW_SPLIT
+    SHRINKS: tl.constexpr = SLOTS * ((C * RP + LOW_BN - 1) // LOW_BN) * LOW_SPLIT if FUSED else 0
     pid = tl.program_id(0)
     if pid < SHRINKS:
         _shrink(
             pid, x, a, h, gates, active, low_partials, low_counters, done, m, stride_x, a_slot,
-            K, C, RP, SLOTS, LOW_SPLIT, LOW_DEPTH, BM, LOW_BN, LOW_BK, PDL, PROGRAMS,
+            K, C, RP, SLOTS, LOW_SPLIT, LOW_DEPTH, BM, LOW_BN, LOW_BK, PDL, PROGRAMS, PROGRAMS_P,
         )  # fmt: skip
         return
     tile = (pid - SHRINKS) // SPLIT
@@ -309,11 +313,13 @@ def dense_linear_kernel(
     x_ptrs = x + rows.to(tl.int64)[:, None] * stride_x
     w_ptrs = w + cols.to(tl.int64)[:, None] * stride_w
     if PDL:
-        # The first steps of W come into L2 while the launch before finishes; B lies there by the time W is through.
-        LINES: tl.constexpr = max(1, min(SPAN, 2) * BK // 64)
-        near = tl.minimum(first * BK + tl.arange(0, LINES) * 64, K - 1)
-        _to_l2(w + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * stride_w + near[None, :])
-        gdc_wait()
+        if FUSED:
+            # The first steps of W come into L2 while the launch before finishes.
+            LINES: tl.constexpr = max(1, min(SPAN, 2) * BK // 64)
+            near = tl.minimum(first * BK + tl.arange(0, LINES) * 64, K - 1)
+            _to_l2(w + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * stride_w + near[None, :])
+            gdc_wait()
+        # B lies in L2 by the time W is through.
         starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
         starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
         for i in range(split, n_active, SPLIT):
@@ -328,7 +334,10 @@ def dense_linear_kernel(
             xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
             wk = tl.load(w_ptrs + k[None, :], mask=col_live & (k < K)[None, :], other=0.0)
         acc = _dot(wk, xk.T, acc)
-    if n_active > 0:
+    if not FUSED:
+        if PDL:
+            gdc_wait()
+    elif n_active > 0:
         told = done + 1 + (pid - SHRINKS)
         while tl.atomic_add(told, 0, sem="acquire") == 0:
             pass
