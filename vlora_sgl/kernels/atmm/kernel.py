@@ -285,12 +285,13 @@ def dense_linear_kernel(
     """
     SHRINKS: tl.constexpr = SLOTS * ((C * RP + LOW_BN - 1) // LOW_BN) * LOW_SPLIT if FUSED else 0
     pid = tl.program_id(0)
-    if pid < SHRINKS:
-        _shrink(
-            pid, x, a, h, gates, active, low_partials, low_counters, done, m, stride_x, a_slot,
-            K, C, RP, SLOTS, LOW_SPLIT, LOW_DEPTH, BM, LOW_BN, LOW_BK, PDL, PROGRAMS, PROGRAMS_P,
-        )  # fmt: skip
-        return
+    if FUSED:  # known at compile time, so not one condition with the next  # noqa: SIM102
+        if pid < SHRINKS:
+            _shrink(
+                pid, x, a, h, gates, active, low_partials, low_counters, done, m, stride_x, a_slot,
+                K, C, RP, SLOTS, LOW_SPLIT, LOW_DEPTH, BM, LOW_BN, LOW_BK, PDL, PROGRAMS, PROGRAMS_P,
+            )  # fmt: skip
+            return
     tile = (pid - SHRINKS) // SPLIT
     split = (pid - SHRINKS) % SPLIT
     part, n0, end = _locate(tile, BN, O1, O2, O3, O4)
