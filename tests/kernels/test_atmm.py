@@ -47,10 +47,10 @@ class FixedTable(TilingTable):
         return self.tiles.get(OPS[fields["op"]]) or default_tile(fields)
 
 
-def tiles(split: int, fused: bool = False) -> FixedTable:
+def tiles(split: int) -> FixedTable:
     return FixedTable(
         linear=Tile(16, 32, 32, split, 4, 2),
-        linear_shrink=Tile(16, 16, 32, split, 4, 2, fused=fused),
+        linear_shrink=Tile(16, 16, 32, split, 4, 2),
         shrink=Tile(16, 16, 32, split, 4, 2),
         expand=Tile(16, 32, 0, 1, 4, 3),
         grouped_shrink=Tile(16, 32, 32, split, 4, 2),
@@ -165,17 +165,15 @@ def test_torch_path_on_slots_of_unequal_sizes(shape):
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])], ids=str)
 @pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize("family", ["dense", "fused", "grouped"])
+@pytest.mark.parametrize("family", ["dense", "grouped"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernel(shape, routing, family, split, dtype):
     if not CUDA and (dtype is torch.float16) != (split == 3):
         pytest.skip("each dtype with one split under the interpreter, for time")
-    if not CUDA and (list(SHAPES).index(shape) + list(ROUTINGS).index(routing)) % 2 != (
-        (split == 3) ^ (family == "fused")
-    ):
+    if not CUDA and (list(SHAPES).index(shape) + list(ROUTINGS).index(routing)) % 2 != (split == 3):
         pytest.skip("every shape with half of the routings in either dtype, for time")
-    run_case(shape, routing, dtype, family != "grouped", tiles(split, family == "fused"))
+    run_case(shape, routing, dtype, family == "dense", tiles(split))
 
 
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
@@ -215,12 +213,12 @@ def test_kernels_interpreted():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-@pytest.mark.parametrize("family", ["dense", "fused", "grouped"])
+@pytest.mark.parametrize("family", ["dense", "grouped"])
 def test_graph_replay_equals_eager_bit_for_bit(family):
     x, w, bias, a, b, _, _, _, offsets, route = make_case(
-        "qkv-unequal-odd-ranks", "two-slots-a-row", torch.bfloat16, family != "grouped"
+        "qkv-unequal-odd-ranks", "two-slots-a-row", torch.bfloat16, family == "dense"
     )
-    table = tiles(3, family == "fused")
+    table = tiles(3)
     eager = atmm_linear(x, w, bias, a, b, route, offsets, table)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

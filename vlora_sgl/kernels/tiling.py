@@ -51,7 +51,6 @@ class Tile:
     warps: int = 4
     stages: int = 3
     run: int = 1
-    fused: bool = False
 
 
 def bucket(count: int) -> int:

@@ -189,12 +189,9 @@ def _linears(job: Job, block_m: int) -> list[Tile]:
 
 
 def _pruned(job: Job, ranked: list[tuple[float, Tile]]) -> list[Tile]:
-    """Best estimate first, without those more than half as dear again; shrinks beside a base GEMM also within it."""
+    """Best estimate first, without those more than half as dear again."""
     ranked.sort(key=lambda item: item[0])
-    tiles = _with_own(job, (tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0]))
-    if job.op == "linear_shrink":
-        tiles = [replace(tile, fused=fused) for tile in tiles for fused in (False, True)]
-    return tiles
+    return _with_own(job, (tile for cost, tile in ranked if cost <= 1.5 * ranked[0][0]))
 
 
 def _with_own(job: Job, tiles: Iterable[Tile]) -> list[Tile]:

@@ -12,8 +12,8 @@ Two families, chosen by the number of rows:
 
 - *dense* (decode): every active slot is applied to all rows of the batch and a gate table [M, S] of weight x scaling
   zeroes what does not apply. The rows are few and the weights must be read once anyhow, so this costs no bytes, needs
-  no sorting, and every routing (two slots a row, k gates a row) is the same launch. With the base GEMM it is one
-  launch: some programs shrink while the others stream W and then go on with h and B as further steps of the reduction.
+  no sorting, and every routing (two slots a row, k gates a row) is the same launch. A small launch shrinks; the base
+  GEMM runs beside it, and goes on with h and B as further steps of its reduction when it is through with W.
 - *grouped* (prefill, and decode with many slots): rows with the same slots are gathered into tiles; a program works on
   one tile. Tiles may name rows past the batch (a graph's tables serve every batch size): they are left alone.
 
@@ -89,110 +89,6 @@ def _load_b(b_ptrs, b_slot, word, col_live, k, R: tl.constexpr, CUT: tl.constexp
 
 
 @triton.jit
-def _shrink(
-    pid,
-    x,
-    a,
-    h,
-    gates,
-    active,
-    partials,
-    counters,
-    done,
-    m,
-    stride_x,
-    a_slot,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    RP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    PDL: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PROGRAMS_P: tl.constexpr,
-):
-    """h[t, s] = gates[t, s] * x[t] A_s^T for every active slot s, in the order of ``active``: program ``pid`` of
-    slots x tiles of columns x splits.
-
-    ``counters``: [tile] splits arrived; zero before and after. The last of all tiles tells PROGRAMS others, if any;
-    else the next launch waits for this one.
-    """
-    H: tl.constexpr = C * RP
-    H_TILES: tl.constexpr = (H + BN - 1) // BN
-    tile = pid // SPLIT
-    split = pid % SPLIT
-    index = tile // H_TILES
-    used = index < tl.load(active)
-    word = tl.load(active + 2 + index)
-    place = word & 0xFFFF
-    rank = word >> 16
-    rows = tl.arange(0, BM)
-    row_live = rows < m
-    lane = tl.arange(0, BN)
-    n0 = (tile % H_TILES) * BN
-    cols = n0 + lane
-    within = cols % RP
-    col_live = (within < rank) & (cols < H) & used
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    SPAN: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
-    first = split * SPAN
-    last = tl.minimum(first + SPAN, STEPS)
-    if BN <= RP:
-        last = tl.where(n0 % RP >= rank, first, last)  # only padding here: no bytes to read
-    last = tl.where(used, last, first)
-    a_ptrs = a + place.to(tl.int64) * a_slot + ((cols // RP) * rank + within).to(tl.int64) * K
-    if PDL:
-        # The weights do not depend on the launch before: fetch the first steps' while it finishes.
-        LINES: tl.constexpr = max(1, min(SPAN, 2) * BK // 64)
-        near = tl.minimum(first * BK + tl.arange(0, LINES) * 64, K - 1)
-        _to_l2(tl.where(col_live, a_ptrs, a)[:, None] + near[None, :])
-        gdc_wait()  # every program must reach it
-        if PROGRAMS == 0:
-            gdc_launch_dependents()
-    x_ptrs = x + rows.to(tl.int64) * stride_x
-    acc = tl.zeros((BM, BN), tl.float32)
-    for step in tl.range(first, last, num_stages=STAGES):
-        k = step * BK + tl.arange(0, BK)
-        if K % BK == 0:
-            xk = tl.load(x_ptrs[:, None] + k[None, :], mask=row_live[:, None], other=0.0, eviction_policy="evict_last")
-            ak = tl.load(
-                a_ptrs[:, None] + k[None, :], mask=col_live[:, None], other=0.0, eviction_policy="evict_first"
-            )
-        else:
-            xk = tl.load(x_ptrs[:, None] + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
-            ak = tl.load(a_ptrs[:, None] + k[None, :], mask=col_live[:, None] & (k < K)[None, :], other=0.0)
-        acc = _dot(xk, ak.T, acc)
-    if SPLIT > 1:  # known at compile time, so not one condition with the next  # noqa: SIM102
-        if used:
-            spot = rows[:, None] * BN + lane[None, :]
-            own = partials + tile.to(tl.int64) * (SPLIT * BM * BN)
-            tl.store(own + split * (BM * BN) + spot, acc)
-            tl.debug_barrier()
-            used = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
-            if used:
-                tl.store(counters + tile, 0)
-                acc = tl.zeros((BM, BN), tl.float32)
-                for s in tl.static_range(SPLIT):
-                    acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
-    if used:
-        slot = tl.load(active + 2 + SLOTS + index)
-        gate = tl.load(gates + rows * SLOTS + slot, mask=row_live, other=0.0)
-        low = tl.where((gate != 0.0)[:, None], acc * gate[:, None], 0.0)
-        ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * H) + (index * H + cols)[None, :]
-        tl.store(ptrs, low.to(h.dtype.element_ty), mask=row_live[:, None] & (cols < H)[None, :])
-        if PROGRAMS > 0:
-            tl.debug_barrier()
-            if tl.atomic_add(done, 1, sem="acq_rel") == tl.load(active) * H_TILES - 1:
-                tl.store(done, 0)
-                each = tl.arange(0, PROGRAMS_P)
-                tl.atomic_xchg(done + 1 + each, 1, mask=each < PROGRAMS, sem="release")
-
-
-@triton.jit
 def dense_shrink_kernel(
     x,
     a,
@@ -209,17 +105,78 @@ def dense_shrink_kernel(
     RP: tl.constexpr,
     SLOTS: tl.constexpr,
     SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The shrink alone, before an expand: see ``_shrink``. Grid (slots x tiles x splits)."""
-    _shrink(
-        tl.program_id(0), x, a, h, gates, active, partials, counters, counters, m, stride_x, a_slot,
-        K, C, RP, SLOTS, SPLIT, STAGES, BM, BN, BK, PDL, 0, 1,
-    )  # fmt: skip
+    """h[t, s] = gates[t, s] * x[t] A_s^T for every active slot s, in the order of ``active``. Grid (tiles x splits).
+
+    ``counters``: [tile] splits arrived; zero before and after.
+    """
+    H: tl.constexpr = C * RP
+    H_TILES: tl.constexpr = (H + BN - 1) // BN
+    pid = tl.program_id(0)
+    tile = pid // SPLIT
+    split = pid % SPLIT
+    index = tile // H_TILES
+    if index >= tl.load(active):
+        if PDL:
+            gdc_wait()  # every program must reach it
+        return
+    word = tl.load(active + 2 + index)
+    place = word & 0xFFFF
+    rank = word >> 16
+    rows = tl.arange(0, BM)
+    row_live = rows < m
+    lane = tl.arange(0, BN)
+    n0 = (tile % H_TILES) * BN
+    cols = n0 + lane
+    within = cols % RP
+    col_live = (within < rank) & (cols < H)
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    SPAN: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    first = split * SPAN
+    last = tl.minimum(first + SPAN, STEPS)
+    if BN <= RP and n0 % RP >= rank:
+        last = first  # only padding here: no bytes to read
+    a_ptrs = a + place.to(tl.int64) * a_slot + ((cols // RP) * rank + within).to(tl.int64) * K
+    if PDL:
+        # The weights do not depend on the launch before: fetch the first steps' while it finishes.
+        LINES: tl.constexpr = max(1, min(SPAN, 2) * BK // 64)
+        near = tl.minimum(first * BK + tl.arange(0, LINES) * 64, K - 1)
+        _to_l2(tl.where(col_live, a_ptrs, a)[:, None] + near[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
+    x_ptrs = x + rows.to(tl.int64) * stride_x
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in range(first, last):
+        k = step * BK + tl.arange(0, BK)
+        if K % BK == 0:
+            xk = tl.load(x_ptrs[:, None] + k[None, :], mask=row_live[:, None], other=0.0, eviction_policy="evict_last")
+            ak = tl.load(
+                a_ptrs[:, None] + k[None, :], mask=col_live[:, None], other=0.0, eviction_policy="evict_first"
+            )
+        else:
+            xk = tl.load(x_ptrs[:, None] + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
+            ak = tl.load(a_ptrs[:, None] + k[None, :], mask=col_live[:, None] & (k < K)[None, :], other=0.0)
+        acc = _dot(xk, ak.T, acc)
+    if SPLIT > 1:
+        spot = rows[:, None] * BN + lane[None, :]
+        own = partials + tile.to(tl.int64) * (SPLIT * BM * BN)
+        tl.store(own + split * (BM * BN) + spot, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") != SPLIT - 1:
+            return
+        tl.store(counters + tile, 0)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for s in tl.static_range(SPLIT):
+            acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
+    slot = tl.load(active + 2 + SLOTS + index)
+    gate = tl.load(gates + rows * SLOTS + slot, mask=row_live, other=0.0)
+    low = tl.where((gate != 0.0)[:, None], acc * gate[:, None], 0.0)
+    ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * H) + (index * H + cols)[None, :]
+    tl.store(ptrs, low.to(h.dtype.element_ty), mask=row_live[:, None] & (cols < H)[None, :])
 
 
 @triton.jit
@@ -228,21 +185,15 @@ def dense_linear_kernel(
     w,
     bias,
     y,
-    a,
     b,
     h,
-    gates,
     active,
-    low_partials,
-    low_counters,
     partials,
     counters,
-    done,
     m,
     stride_x,
     stride_y,
     stride_w,
-    a_slot,
     b_slot,
     b_row,
     K: tl.constexpr,
@@ -258,42 +209,21 @@ def dense_linear_kernel(
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    DEPTH: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    LOW_SPLIT: tl.constexpr,
-    LOW_DEPTH: tl.constexpr,
-    LOW_BN: tl.constexpr,
-    LOW_BK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PROGRAMS_P: tl.constexpr,
-    FUSED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x W^T + bias + h B^T: the base GEMM with the expand as further steps of its reduction, beside a shrink.
+    """y = x W^T + bias + h B^T: the base GEMM with the expand as further reduction steps, behind a shrink.
 
-    W is streamed while the shrink runs; h is waited for only behind it. FUSED: the first programs shrink (LOW_*), and
-    the other PROGRAMS wait for their word. That cannot lock up: programs start in their order, and those that are
-    waited for wait for none. Else the shrink is the launch before, and with PDL this one starts while it runs; so x
-    must be complete when the *shrink* starts its work: it passes ``gdc_wait`` before it lets this kernel start.
+    With PDL it starts while the shrink runs, streams W, and waits for h only when it is through with W. So x must be
+    complete when the *shrink* starts its work: the shrink passes ``gdc_wait`` before it lets this kernel start.
     Split-K programs share out the slots as they share out K. Products are W x^T, whose wide side is the weights'
     (``wgmma`` takes 64 and more).
-
-    ``done``: tiles of h that are written, and behind it a word for each program that waits for all of them (one word
-    for all is one cache line for all: microseconds). Zero before and after.
     """
-    SHRINKS: tl.constexpr = SLOTS * ((C * RP + LOW_BN - 1) // LOW_BN) * LOW_SPLIT if FUSED else 0
     pid = tl.program_id(0)
-    if FUSED:  # known at compile time, so not one condition with the next  # noqa: SIM102
-        if pid < SHRINKS:
-            _shrink(
-                pid, x, a, h, gates, active, low_partials, low_counters, done, m, stride_x, a_slot,
-                K, C, RP, SLOTS, LOW_SPLIT, LOW_DEPTH, BM, LOW_BN, LOW_BK, PDL, PROGRAMS, PROGRAMS_P,
-            )  # fmt: skip
-            return
-    tile = (pid - SHRINKS) // SPLIT
-    split = (pid - SHRINKS) % SPLIT
+    tile = pid // SPLIT
+    split = pid % SPLIT
     part, n0, end = _locate(tile, BN, O1, O2, O3, O4)
     lane = tl.arange(0, BN)
     cols = n0 + lane
@@ -307,26 +237,20 @@ def dense_linear_kernel(
     k_low = tl.arange(0, RP)
     b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k_low[None, :]  # [BN, RP]
     h_ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * C * RP) + (part * RP + k_low)[None, :]  # [BM, RP]
+    if PDL:
+        # B lies in L2 by the time W is through.
+        starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
+        starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
+        for i in range(split, n_active, SPLIT):
+            _to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
     STEPS: tl.constexpr = (K + BK - 1) // BK
     SPAN: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     first = split * SPAN
     last = tl.minimum(first + SPAN, STEPS)
     x_ptrs = x + rows.to(tl.int64)[:, None] * stride_x
     w_ptrs = w + cols.to(tl.int64)[:, None] * stride_w
-    if PDL:
-        if FUSED:
-            # The first steps of W come into L2 while the launch before finishes.
-            LINES: tl.constexpr = max(1, min(SPAN, 2) * BK // 64)
-            near = tl.minimum(first * BK + tl.arange(0, LINES) * 64, K - 1)
-            _to_l2(w + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * stride_w + near[None, :])
-            gdc_wait()
-        # B lies in L2 by the time W is through.
-        starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
-        starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
-        for i in range(split, n_active, SPLIT):
-            _to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
     acc = tl.zeros((BN, BM), tl.float32)
-    for step in tl.range(first, last, num_stages=DEPTH):
+    for step in range(first, last):
         k = step * BK + tl.arange(0, BK)
         if K % BK == 0:
             xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None], other=0.0, eviction_policy="evict_last")
@@ -335,14 +259,8 @@ def dense_linear_kernel(
             xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
             wk = tl.load(w_ptrs + k[None, :], mask=col_live & (k < K)[None, :], other=0.0)
         acc = _dot(wk, xk.T, acc)
-    if not FUSED:
-        if PDL:
-            gdc_wait()
-    elif n_active > 0:
-        told = done + 1 + (pid - SHRINKS)
-        while tl.atomic_add(told, 0, sem="acquire") == 0:
-            pass
-        tl.store(told, 0)
+    if PDL:
+        gdc_wait()
     # .cg: another multiprocessor has just written h.
     if ragged == 0:
         for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):

@@ -20,13 +20,12 @@ from vlora_sgl.kernels.tiling import Tile
 MAX_PARTS = 4
 _COUNTERS = 1 << 16
 _SHARED = 160 << 10  # bytes that the pipeline of an expand may fill
-_LOW_SHARED = 48 << 10  # bytes that the pipeline of a shrink may fill beside a base GEMM that needs less
 
 
 @lru_cache
 def _counters(device: torch.device, turn: int = 0) -> torch.Tensor:
-    """Arrival counters of a device; zero between launches. Two streams, or what overlaps on one (``turn``), must not
-    share them."""
+    """Arrival counters of a device; zero between launches. Two streams, or two launches that overlap (``turn``), must
+    not share them."""
     return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -116,52 +115,42 @@ def dense(
     """The dense kernels: with ``weight``, ``y = x W^T + bias + LoRA``; without, ``y += LoRA``.
 
     Args:
-        shrink: its tile; ``fused``: within the launch of the base GEMM, where there is one.
-        expand: tile of the base GEMM and the expand, or of the expand alone.
+        expand: tile of the second launch: of the base GEMM and the expand, or of the expand alone.
     """
     assert routing.gates is not None and routing.active is not None
     slots, r, parts, k = routing.slots, b.shape[2], len(offsets) - 1, x.shape[1]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
     m, pdl = routing.rows, is_hopper(x.device)
     block_m, shared = triton.next_power_of_2(max(m, 16)), shared_memory(x.device)
-    fused = weight is not None and shrink.fused
-    if weight is not None:
-        expand = fitting(expand, block_m, x.itemsize, shared)
-    if fused:  # The shrink's programs take as much of a multiprocessor as the others: one kernel has one size.
-        shared = max(_LOW_SHARED, expand.stages * (block_m + expand.block_n) * expand.block_k * x.itemsize)
     shrink = fitting(shrink, block_m, x.itemsize, shared)
     tiles = slots * -(-parts * rp // shrink.block_n)
     h = torch.empty((m, slots * parts * rp), dtype=x.dtype, device=x.device)
-    partials = _partials(x, tiles, shrink, block_m)
     extra = {"launch_pdl": True} if pdl else {}
-    if not fused:
-        _run(
-            kernel.dense_shrink_kernel, (tiles * shrink.split_k,),
-            x, a, h, routing.gates, routing.active, partials, _counters(x.device), m, x.stride(0), a.stride(0),
-            K=k, C=parts, RP=rp, SLOTS=slots, SPLIT=shrink.split_k, STAGES=shrink.stages, BM=block_m,
-            BN=shrink.block_n, BK=shrink.block_k, PDL=pdl, num_warps=shrink.warps, num_stages=1, **extra,
-        )  # fmt: skip
-    columns = _column_tiles(offsets, expand.block_n)
+    _run(
+        kernel.dense_shrink_kernel, (tiles * shrink.split_k,),
+        x, a, h, routing.gates, routing.active, _partials(x, tiles, shrink, block_m), _counters(x.device),
+        m, x.stride(0), a.stride(0),
+        K=k, C=parts, RP=rp, SLOTS=slots, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n, BK=shrink.block_k,
+        PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **extra,
+    )  # fmt: skip
+    columns, stages = _column_tiles(offsets, expand.block_n), _stages(expand, block_m, rp, 1, x)
     common = {
         "O1": o1, "O2": o2, "O3": o3, "O4": o4, "C": parts, "R": r, "RP": rp, "SLOTS": slots,
-        "SLOTS_P": triton.next_power_of_2(slots), "STAGES": _stages(expand, block_m, rp, 1, x), "BM": block_m,
-        "BN": expand.block_n, "PDL": pdl, "num_warps": expand.warps, "num_stages": 1, **extra,
+        "SLOTS_P": triton.next_power_of_2(slots), "STAGES": stages, "BM": block_m, "BN": expand.block_n, "PDL": pdl,
+        "num_warps": expand.warps, **extra,
     }  # fmt: skip
     if weight is None:
         _run(
             kernel.dense_expand_kernel, (columns,),
-            y, b, h, routing.active, m, y.stride(0), b.stride(0), b.stride(1), **common,
+            y, b, h, routing.active, m, y.stride(0), b.stride(0), b.stride(1), num_stages=1, **common,
         )  # fmt: skip
         return y
-    programs = columns * expand.split_k
+    expand = fitting(expand, block_m, x.itemsize, shared)
     _run(
-        kernel.dense_linear_kernel, (programs + (tiles * shrink.split_k if fused else 0),),
-        x, weight, x if bias is None else bias, y, a, b, h, routing.gates, routing.active,
-        partials, _counters(x.device), _partials(x, columns, expand, block_m), _counters(x.device, 1),
-        _counters(x.device, 2), m, x.stride(0), y.stride(0), weight.stride(0), a.stride(0), b.stride(0), b.stride(1),
-        K=k, HAS_BIAS=bias is not None, SPLIT=expand.split_k, DEPTH=expand.stages, BK=expand.block_k,
-        LOW_SPLIT=shrink.split_k, LOW_DEPTH=shrink.stages, LOW_BN=shrink.block_n, LOW_BK=shrink.block_k,
-        PROGRAMS=programs, PROGRAMS_P=triton.next_power_of_2(programs), FUSED=fused, **common,
+        kernel.dense_linear_kernel, (columns * expand.split_k,),
+        x, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
+        _counters(x.device, 1), m, x.stride(0), y.stride(0), weight.stride(0), b.stride(0), b.stride(1),
+        K=k, HAS_BIAS=bias is not None, SPLIT=expand.split_k, BK=expand.block_k, num_stages=expand.stages, **common,
     )  # fmt: skip
     return y
 
