@@ -201,6 +201,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "RowParallelLinearWithLoRA.forward": ("self", "input_", "skip_all_reduce", "forward_batch"),
     "ModelRunner.init_weight_updater": ("self",),
     "ModelRunner.init_weight_exporter": ("self",),
+    "ModelRunner.forward": ("self", "forward_batch"),
     "ModelRunner.check_weights": ("self", "action", "allow_quant_error"),
     "ModelRunner._decode_cuda_graph_runner_cls": ("self",),
     "DecodeCudaGraphRunner._resolve_lora_variant": ("self", "forward_batch"),

@@ -16,9 +16,9 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "lora_backend": "atmm",
     "log_level": "warning",
 }
-# Tokens of the prefills that are kept as graphs. Up to 512 a prefill reads weights, whatever its size; beyond, a step
-# of 128 computes at most a fifth for nothing. From 2,048 the host is ahead of the device anyway.
-PREFILL_GRAPHS = [4, 8, 16, 32, 64, 96, *range(128, 512, 64), *range(512, 2049, 128)]
+# Tokens of the prefills that are kept as graphs. Up to 512 a prefill reads weights, whatever its size; beyond, steps
+# of 64 and 128 compute at most an eighth for nothing. From 2,048 the host is ahead of the device anyway.
+PREFILL_GRAPHS = [4, 8, 16, 32, 64, 96, *range(128, 1280, 64), *range(1280, 2049, 128)]
 GPU_DEFAULTS: dict[str, Any] = {"cuda_graph_bs_prefill": PREFILL_GRAPHS}
 # On a plain CPU SGLang's own defaults ask for kernels that are not there, or for CUDA.
 CPU_DEFAULTS: dict[str, Any] = {

@@ -85,25 +85,24 @@ class Client:
         self.engine.collective_rpc("flush_cache", empty_cache=False)
 
     def saturate(self, make: Callable[[int], dict[str, Any]], workers: int, seconds: float) -> float:
-        """Answers per second with ``workers`` requests under way at any time, after a tenth of the time to get going.
-
-        Where that leaves no answer (answers take longer than ``seconds``), of all answers until the last.
+        """Answers per second with ``workers`` requests under way at any time, from when each worker has one behind it.
 
         Args:
             make: the n-th request.
+            seconds: how long answers are counted; no answer in that time counts up to the next ones.
         """
         numbers, ends = itertools.count(), []
 
-        async def work(until: float) -> None:
-            while time.perf_counter() < until:
+        async def work() -> None:
+            while len(ends) < workers or time.perf_counter() < ends[workers - 1] + seconds:
                 number = next(numbers)
                 ends.append((await self._one(make(number), f"saturate-{next(self._number)}"))[0])
 
         async def run() -> float:
-            start = time.perf_counter()
-            await asyncio.gather(*(work(start + seconds) for _ in range(workers)))
-            counted = [end for end in ends if start + seconds / 10 <= end <= start + seconds]
-            return len(counted) / (0.9 * seconds) if counted else len(ends) / (max(ends) - start)
+            await asyncio.gather(*(work() for _ in range(workers)))
+            start = ends[workers - 1]
+            counted = sum(start < end <= start + seconds for end in ends)
+            return counted / seconds if counted else (len(ends) - workers) / (max(ends) - start)
 
         return self.engine.loop.run_until_complete(run())
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from vlora_sgl import _sgl
-from vlora_sgl.model_executor.embedding_count import adjust_embedding_length, chunked_prefill_embedding, image_tokens
+from vlora_sgl.model_executor.embedding_count import (
+    adjust_embedding_length,
+    chunked_prefill_embedding,
+    image_tokens,
+    leave_out_cached_images,
+)
 
 IMAGE, PAD = 4, 1000
 
@@ -64,3 +69,23 @@ def test_too_few_are_counted_and_refused() -> None:
 def test_items_of_several_images_are_left_to_sglang() -> None:
     found, asked = place(2 * IMAGE, [(0, 3), (5, 8)], per_item=2)
     assert len(found) == 2 * IMAGE and asked
+
+
+def test_images_that_the_prefix_cache_holds_are_left_out() -> None:
+    def inputs(*offsets: tuple[int, int]) -> Any:
+        return SimpleNamespace(mm_items=[SimpleNamespace(offsets=[one], feature=None, hash=1) for one in offsets])
+
+    within, at_end, later, placeless, text = inputs((2, 5)), inputs((2, 5)), inputs((0, 1), (2, 9)), inputs(), None
+    placeless.mm_items.append(SimpleNamespace(offsets=None, feature=None, hash=1))
+    given = [within, at_end, later, placeless, text]
+    batch = SimpleNamespace(mm_inputs=given, extend_prefix_lens_cpu=[5, 6, 6, 100, 3])
+    leave_out_cached_images(batch)
+    assert batch.mm_inputs == [within, None, later, placeless, None]
+    assert given[1] is at_end  # SGLang's own list is as it was
+
+
+def test_a_batch_with_images_to_compute_stays_as_it_is() -> None:
+    for prefixes, images in (([0], [SimpleNamespace(mm_items=[SimpleNamespace(offsets=[(2, 5)])])]), (None, [None])):
+        batch = SimpleNamespace(mm_inputs=images, extend_prefix_lens_cpu=prefixes)
+        leave_out_cached_images(batch)
+        assert batch.mm_inputs is images

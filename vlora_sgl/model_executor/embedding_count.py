@@ -3,7 +3,8 @@
 SGLang compares the number of embeddings with the number of image tokens in the prompt, and fetches the latter from the
 device: the host then stands still until the encoder is through, and launches the decoder only afterwards. Where the
 tokens are, the host knows from the requests; where the numbers agree there is nothing to fetch. Nor does it wait for
-the images' features to be in host memory again (``feature_offload``).
+the images' features to be in host memory again (``feature_offload``), nor for anything about images that the prefix
+cache holds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,32 @@ import torch
 from vlora_sgl.model_executor.feature_offload import offloader
 
 Offsets = Sequence[tuple[int, int]]
+
+EMBEDS_ONLY = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
+"""SGLang's models that look at a batch's images for nothing but their embeddings."""
+
+
+def leave_out_cached_images(batch: Any) -> None:
+    """Take requests' images out of a prefill (SGLang's ``ForwardBatch``) if the prefix cache holds all their tokens.
+
+    Nothing of them is computed. SGLang would all the same send what marks their tokens to the device and wait for it,
+    behind whatever the stream was given before: a batch could not be launched while another runs.
+    """
+    inputs, prefixes = batch.mm_inputs, batch.extend_prefix_lens_cpu
+    if not inputs or prefixes is None:
+        return
+    left = [
+        None if one is not None and _all_before(one.mm_items, prefix) else one
+        for one, prefix in zip(inputs, prefixes, strict=True)
+    ]
+    out = [one for one, kept in zip(inputs, left, strict=True) if one is not kept]
+    if out:
+        offloader.take([item for one in out for item in one.mm_items])
+        batch.mm_inputs = left
+
+
+def _all_before(items: Sequence[Any], prefix: int) -> bool:
+    return all(item.offsets and all(last < prefix for _, last in item.offsets) for item in items)
 
 
 def image_tokens(prefixes: Sequence[int], lengths: Sequence[int], offsets: Sequence[Offsets]) -> int:

@@ -98,8 +98,16 @@ class FeatureOffloader:
         self.settle(items)
         before = [item.feature for item in items]
         yield
+        self.take(items, before)
+
+    def take(self, items: Sequence[Any], before: Sequence[Any] | None = None) -> None:
+        """Leave no feature of these items on the device.
+
+        Args:
+            before: their features before SGLang moved them there, where it did.
+        """
         copies: dict[int, Offload] = {}
-        for item, original in zip(items, before, strict=True):
+        for item, original in zip(items, before or [None] * len(items), strict=True):
             feature = item.feature
             if not (isinstance(feature, torch.Tensor) and self.on_device(feature)):
                 continue

@@ -10,6 +10,7 @@ from vlora_sgl import _sgl
 from vlora_sgl.lora.warmup import compile_prefills
 from vlora_sgl.managers import encoder_cache
 from vlora_sgl.model_executor import vision_graphs
+from vlora_sgl.model_executor.embedding_count import EMBEDS_ONLY, leave_out_cached_images
 from vlora_sgl.server_args import VLoraArgs
 
 READERS = frozenset(
@@ -63,6 +64,12 @@ class VLoraModelRunner(_sgl.ModelRunner):
             largest = max(getattr(self.prefill_cuda_graph_runner, "capture_num_tokens", None) or [0])
             chunk = self.server_args.chunked_prefill_size or 0
             compile_prefills(manager, largest, chunk if chunk > 0 else self.server_args.max_prefill_tokens)
+
+    def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's, without waiting for the device over images that the prefix cache holds."""
+        if forward_batch.forward_mode.is_extend() and type(self.model).__name__ in EMBEDS_ONLY:
+            leave_out_cached_images(forward_batch)
+        return super().forward(forward_batch, *args, **kwargs)
 
     def check_weights(self, action: str, allow_quant_error: bool = False) -> Any:
         """SGLang's check (checksum, snapshot, comparison), of the base model's weights."""
