@@ -15,9 +15,9 @@
 
 The requests are all in the scheduler's queue before it starts, and times count from there: preprocessing the images
 takes the client's process the same time everywhere. Before them the prefix cache is emptied, the CUDA allocator's is
-not. Stock SGLang runs in a process of its own, with the same model and adapters; its adapters always fork the KV (as
-vLLM's do, whose block hashes contain the adapter's id). A case's values are of different images; medians are reported,
-all values are in the rows.
+not, and their adapters are on the device. Stock SGLang runs in a process of its own, with the same model and adapters;
+its adapters always fork the KV (as vLLM's do, whose block hashes contain the adapter's id). A case's values are of
+different images; medians are reported, all values are in the rows.
 
 ``--heads`` measures what bench_heads measures too, on the same engine: a start of 7B shape costs a minute.
 """
@@ -135,7 +135,7 @@ def measure(system: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             elif system == "ours":
                 bench_heads.give_head(path, model)
         options = engine_options(model, adapters, args.rank, args.tiny)
-        options["max_loras_per_batch"] = len(names) + 1  # all stay on the device: what loading costs is another figure
+        options["max_loras_per_batch"] = most + 1
         engine = (build_engine if system == "ours" else build_stock_engine)(**options)
         try:
             client, tokens = Client(engine), 64 if args.tiny else 1024
@@ -158,7 +158,9 @@ def shared(
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     for repeat, kind in itertools.product(range(args.repeats + 1), kinds):
         picture = next(fresh)
-        requests = [request([picture], f"{kind}{number}", 1) for number in range(count)]
+        names = [f"{kind}{number}" for number in range(count)]
+        requests = [request([picture], name, 1) for name in names]
+        client.ask(*(request([], name, 1) for name in names))  # loads the adapters: the other kind had their slots
         for image in ("new", "encoded"):
             client.forget_prefixes()
             answers = client.ask(*requests, hold=True)

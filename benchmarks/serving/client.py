@@ -150,7 +150,7 @@ def request(
         parameters["custom_params"] = {"vlora_head": head}
     return {
         "prompt": prompt(len(pictures), text),
-        "image_data": list(pictures),
+        "image_data": list(pictures) or None,
         "lora_path": adapter,
         "sampling_params": parameters,
     }
