@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from tests.kernels.test_atmm import CUDA, DEVICE, INTERPRETED, FixedTable, behind_each_other, check, torch_own
+from tests.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
+from tests.kernels.test_atmm import FixedTable, behind_each_other, check, torch_own
 from vlora_sgl.kernels.atmm import atmm, atmm_silu_and_mul, atmm_silu_reference, launch, make_routing
 from vlora_sgl.kernels.tiling import Tile
-
-kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="run by test_kernels_interpreted and on a GPU")
 
 # name: (K, I, R, rank of each slot)
 SHAPES = {
@@ -146,14 +142,9 @@ def test_kernel_saturates_where_silu_does():
     assert torch.allclose(atmm_silu_and_mul(y, x, a, b, route, offsets, tiles(1)), silu_and_mul(y))
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="starts the interpreter run where there is no GPU")
+@starter
 def test_kernels_interpreted():
-    """Triton reads TRITON_INTERPRET when a kernel is defined, hence a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "test_kernel"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.lstrip().startswith("."), "the run must have executed kernels"
+    assert passed_interpreted(__file__) > 20
 
 
 @pytest.mark.gpu

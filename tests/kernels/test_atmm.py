@@ -1,21 +1,15 @@
 """ATMM against the float64 row loop, under Triton's interpreter (here) and on the GPU (marked)."""
 
-import os
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from tests.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from vlora_sgl.kernels import tiling
-from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, launch, make_routing
+from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, launch, make_routing, tiles_of
 from vlora_sgl.kernels.tiling import OPS, Tile, TilingTable, default_tile, unpack
-
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if CUDA else "cpu"
 
 # name: (K, offsets, R, ranks, scalings)
 SHAPES = {
@@ -162,7 +156,7 @@ def test_torch_path_on_slots_of_unequal_sizes(shape):
 
 
 # The interpreter multiplies bfloat16 as integers, so kernels run there in float32 and float16.
-@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
+@kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])], ids=str)
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("family", ["dense", "grouped"])
@@ -176,7 +170,7 @@ def test_kernel(shape, routing, family, split, dtype):
     run_case(shape, routing, dtype, family == "dense", tiles(split))
 
 
-@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
+@kernels
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_kernel_leaves_rows_past_the_batch_alone(accumulate):
     """A graph's tables name the rows of its largest batch; a smaller graph's tensors end before them."""
@@ -194,21 +188,16 @@ def test_kernel_leaves_rows_past_the_batch_alone(accumulate):
     assert torch.allclose(y[:5].double() if accumulate else (y[:5] + base).double(), exact, atol=1e-4)
 
 
-@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernels: run by test_kernels_interpreted and on a GPU")
+@kernels
 @pytest.mark.parametrize("plan", ["grid", "grouped"])
 @pytest.mark.parametrize("shape", ["qkv-unequal-odd-ranks", "ranks-of-whole-groups"])
 def test_kernel_on_slots_of_unequal_sizes(shape, plan):
     run_case(shape, "two-slots-a-row", torch.float32, plan != "grouped", tiles(3), sized=True)
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="starts the interpreter run where there is no GPU")
+@starter
 def test_kernels_interpreted():
-    """Triton reads TRITON_INTERPRET when a kernel is defined, hence a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "test_kernel"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.lstrip().startswith("."), "the run must have executed kernels"
+    assert passed_interpreted(__file__) > 50
 
 
 @pytest.mark.gpu
@@ -303,13 +292,11 @@ def test_nearest_entry_stands_in_for_a_missing_one(tmp_path):
 def test_both_lookups_of_a_linear_cost_the_host_under_five_microseconds():
     import timeit
 
-    from vlora_sgl.kernels.atmm import _tiles
-
     route = make_routing([(np.arange(2, dtype=np.int32), ((0, 1.0),))], 2, [4], [1.0], "cpu")
     table, b = TilingTable({}), torch.zeros(1, 6, 4)
 
     def look_up() -> None:
-        _tiles("linear_shrink", "linear", b, 8, 1, route, table)
+        tiles_of("linear_shrink", "linear", b, 8, 1, route, table)
 
     look_up()
     assert min(timeit.repeat(look_up, number=200, repeat=20)) / 200 < 5e-6

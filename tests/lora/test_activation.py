@@ -5,9 +5,6 @@ SGLang's own MLP on a CPU; its kernels run under Triton's interpreter, in a proc
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.interpreter import CUDA, INTERPRETED, passed_interpreted, starter
 from vlora_sgl import _sgl
 from vlora_sgl.kernels.atmm import atmm_silu_reference
 from vlora_sgl.lora.layers import AtmmSiluAndMul, Owed, pair_activations, wrap_layer
 from vlora_sgl.lora.routing import groups_of
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HIDDEN, WIDTH, RANK, ROWS = 32, 40, 16, 70
 RANKS, SCALINGS = [16, 5, 8, 0], [0.5, 2.0, 1.0, 0.0]
 RUNS = [(((0, 1.0),), 30), ((), 10), (((1, 1.0), (2, -1.0)), ROWS - 40)]
@@ -152,25 +148,9 @@ def test_a_replay_follows_refreshed_tables():
         assert torch.isfinite(out).all()
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="starts the interpreter run where there is no GPU")
+@starter
 def test_mlp_interpreted():
-    """Triton reads TRITON_INTERPRET when a kernel is defined, hence a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-k",
-        "test_mlp",
-    ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "7 passed, 1 skipped" in done.stdout, done.stdout[-3000:]
+    assert passed_interpreted(__file__, "test_mlp") == 7
 
 
 def test_an_mlp_that_does_more_between_the_two_is_left_alone(runtime):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -12,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests import interpreter
+from tests.interpreter import kernels, passed_interpreted, starter
 from vlora_sgl.kernels.atmm import Group, Routing, make_routing
 from vlora_sgl.kernels.atmm.routing import grouped_tables, slot_word
 from vlora_sgl.mixes.regroup import Routed, device_tiles, put
@@ -20,17 +19,12 @@ from vlora_sgl.mixes.spec import MixSpec
 from vlora_sgl.mixes.tables import MixRows, MixTables
 
 VOCABULARY, BLOCK = 50, 64
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-kernels = pytest.mark.skipif(not (INTERPRETED or DEVICE.type == "cuda"), reason="run by test_kernels_interpreted")
+DEVICE = torch.device(interpreter.DEVICE)
 
 
-@pytest.mark.skipif(INTERPRETED or DEVICE.type == "cuda", reason="starts the interpreter run where there is no GPU")
+@starter
 def test_kernels_interpreted() -> None:
-    """Triton reads TRITON_INTERPRET when a kernel is defined, hence a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", __file__]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0 and "passed, 1 skipped" in run.stdout, run.stdout[-3000:]
+    assert passed_interpreted(__file__, "test_") > 10
 
 
 @pytest.fixture(autouse=True)

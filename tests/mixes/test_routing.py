@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.interpreter import DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.kernels.atmm import make_routing
 from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_torch
@@ -21,9 +19,6 @@ from vlora_sgl.mixes.spec import MixSpec, read_mix, write_mix
 from vlora_sgl.mixes.tables import MixRows, MixTables
 
 HIDDEN, VOCABULARY = 96, 50
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 
 
 def make_router(members: int, seed: int, context: str = "prefix") -> Router:
@@ -136,7 +131,7 @@ def test_weights_of_two_sequences_in_chunks_equal_the_definition(index: int) -> 
         np.testing.assert_allclose(got[i], spec_weights(spec, x[i], ids[i], kinds[i]), atol=1e-4)
 
 
-@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="the kernel: run by test_kernel_interpreted and on a GPU")
+@kernels
 def test_kernel_equals_torch() -> None:
     """Six decode steps of eight rows (three mixes and none), by the kernel and by ``weights_of``."""
     kernel, plain = tables_with(SPECS), tables_with(SPECS)
@@ -167,12 +162,9 @@ def test_kernel_equals_torch() -> None:
     assert len(set(mixes)) == 4
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="starts the interpreter run where there is no GPU")
+@starter
 def test_kernel_interpreted() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", __file__]
-    command += ["-k", "test_kernel_equals_torch or test_routed_rows_join_the_others"]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0 and "5 passed" in run.stdout, run.stdout[-3000:]
+    assert passed_interpreted(__file__, "test_kernel_equals_torch or test_routed_rows_join_the_others") == 5
 
 
 @pytest.mark.parametrize("rows", [40, 300])

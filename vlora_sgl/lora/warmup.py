@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from triton.runtime.errors import OutOfResources
 
-from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, launch, make_routing
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, launch, make_routing, tiles_of
 from vlora_sgl.kernels.atmm.routing import TILE_ROWS, is_dense
-from vlora_sgl.kernels.tiling import Tile, bucket, pack, table_for
+from vlora_sgl.kernels.tiling import Tile, bucket
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +55,10 @@ class Linear:
         a, b = self.a, self.b
         return self.offsets, a.shape, a.stride(), b.shape, b.stride(), a.dtype, self.ends, self.bias is not None
 
-    def tiles(self, rows: int, slots: int, pairs: int) -> Iterator[tuple[Tile, Tile, str]]:
-        """Tiles of both launches of a batch of so many rows, and which the second is."""
-        table, (_, n, r) = table_for(self.b.device.index), self.b.shape
-        shape, parts = (n, self.a.shape[2], r, rows, slots), len(self.offsets) - 1
-
-        def tile(op: str) -> Tile:
-            return table.lookup(pack(op, *shape, parts=parts, pairs=pairs, dtype=self.b.dtype))
-
+    def tiles(self, routing: Routing) -> Iterator[tuple[Tile, Tile, str]]:
+        """Tiles of both launches of a batch, and which the second is."""
         for end in self.ends:
-            yield tile("grouped_shrink"), tile(end), end
+            yield *tiles_of("grouped_shrink", end, self.b, self.a.shape[2], len(self.offsets) - 1, routing), end
 
 
 def wrapped_linears(manager: Any) -> list[Linear]:
@@ -101,8 +95,9 @@ def compile_prefills(manager: Any, captured: int, most: int) -> int:
     with _compiling() as kernels:
         for pairs, block in product((1, 2) if two else (1,), _blocks(fewest, slots)):
             routing = _routing(slots, pairs, block, backend.places, manager.device)
+            large = [replace(routing, rows=1 << size) for size in sizes]
             for linear in linears:
-                _compile(linear, routing, {t for size in sizes for t in linear.tiles(1 << size, slots, pairs)})
+                _compile(linear, routing, {tiles for batch in large for tiles in linear.tiles(batch)})
     logger.info(
         "compiled %d kernels for prefills of %d to %d tokens in %.1f s",
         *(len(kernels), fewest, most, time.monotonic() - start),

@@ -30,6 +30,7 @@ __all__ = [
     "atmm_torch",
     "make_routing",
     "on_kernels",
+    "tiles_of",
 ]
 
 WRITE_FIRST_SHARE = 0.75
@@ -48,10 +49,10 @@ def _keys(first: str, second: str, *shape: int, parts: int, pairs: int, dtype: t
     )
 
 
-def _tiles(
-    first: str, second: str, b: torch.Tensor, k: int, parts: int, routing: Routing, table: TilingTable | None
+def tiles_of(
+    first: str, second: str, b: torch.Tensor, k: int, parts: int, routing: Routing, table: TilingTable | None = None
 ) -> tuple[Tile, Tile]:
-    """The tiles of both launches of a call."""
+    """The tiles of both launches of a call, by their operations (``tiling.OPS``)."""
     found = table or table_for(b.device.index)
     _, n, r = b.shape
     pairs = 1 if routing.tile_slots is None else routing.tile_slots.shape[1]
@@ -92,9 +93,9 @@ def atmm(
     if not on_kernels(x.device):
         return atmm_torch(y, x, a, b, routing, offsets)
     if routing.gates is not None:
-        tile, expand = _tiles("shrink", "expand", b, x.shape[1], len(offsets) - 1, routing, table)
+        tile, expand = tiles_of("shrink", "expand", b, x.shape[1], len(offsets) - 1, routing, table)
         return launch.dense(y, x, a, b, routing, offsets, tile, expand)
-    tile, expand = _tiles("grouped_shrink", "grouped_expand", b, x.shape[1], len(offsets) - 1, routing, table)
+    tile, expand = tiles_of("grouped_shrink", "grouped_expand", b, x.shape[1], len(offsets) - 1, routing, table)
     return launch.grouped(y, x, a, b, routing, offsets, tile, expand)
 
 
@@ -129,11 +130,11 @@ def atmm_linear(
     launch.check(y, x, a, b, routing, offsets)
     parts = len(offsets) - 1
     if routing.gates is not None:
-        shrink, expand = _tiles("linear_shrink", "linear", b, x.shape[1], parts, routing, table)
+        shrink, expand = tiles_of("linear_shrink", "linear", b, x.shape[1], parts, routing, table)
         return launch.dense(y, x, a, b, routing, offsets, shrink, expand, weight, bias)
     if routing.touched is not None and routing.touched < WRITE_FIRST_SHARE * routing.rows:
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
-    tile, expand = _tiles("grouped_shrink", "grouped_write", b, x.shape[1], parts, routing, table)
+    tile, expand = tiles_of("grouped_shrink", "grouped_write", b, x.shape[1], parts, routing, table)
     launch.grouped(y, x, a, b, routing, offsets, tile, expand, accumulate=False, bias=bias)
     return y.addmm_(x, weight.T)
 
@@ -167,7 +168,7 @@ def atmm_silu_and_mul(
         raise ValueError("the fused activation needs row tiles and a device with kernels: use atmm and an activation")
     if not routing.rows:
         return y.new_empty((0, width))
-    shrink, tile = _tiles("grouped_shrink", "grouped_silu", b, x.shape[1], 2, routing, table)
+    shrink, tile = tiles_of("grouped_shrink", "grouped_silu", b, x.shape[1], 2, routing, table)
     return launch.grouped_silu(y, x, a, b, routing, shrink, tile)
 
 

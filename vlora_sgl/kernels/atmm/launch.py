@@ -66,6 +66,11 @@ def _stages(tile: Tile, block_m: int, rp: int, pairs: int, x: torch.Tensor) -> i
     return max(1, min(tile.stages, min(_SHARED, shared_memory(x.device)) // step))
 
 
+def _early(pdl: bool) -> dict[str, bool]:
+    """The option of a launch that starts before the one before it is through."""
+    return {"launch_pdl": True} if pdl else {}
+
+
 def _run(function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch. The tiling search replaces it where it only compiles."""
     function[grid](*args, **options)
@@ -125,7 +130,7 @@ def dense(
     shrink = fitting(shrink, block_m, x.itemsize, shared)
     tiles = slots * -(-parts * rp // shrink.block_n)
     h = torch.empty((m, slots * parts * rp), dtype=x.dtype, device=x.device)
-    extra = {"launch_pdl": True} if pdl else {}
+    extra = _early(pdl)
     _run(
         kernel.dense_shrink_kernel, (tiles * shrink.split_k,),
         x, a, h, routing.gates, routing.active, _partials(x, tiles, shrink, block_m), _counters(x.device),
@@ -180,7 +185,7 @@ def _grouped_shrink(
         _partials(x, tiles * h_tiles, tile, block_m), _counters(x.device),
         routing.rows, x.stride(0), a.stride(0), h.stride(0),
         K=x.shape[1], C=parts, RP=rp, PAIRS=pairs, SPLIT=tile.split_k, BM=block_m, BN=tile.block_n, BK=tile.block_k,
-        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if pdl else {}),
+        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **_early(pdl),
     )  # fmt: skip
     return h
 
@@ -212,7 +217,7 @@ def grouped(
         O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs),
         N_TILES=n_tiles, RUN=expand.run, STAGES=_stages(expand, block_m, rp, pairs, x),
         ACCUMULATE=accumulate, HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
-        num_warps=expand.warps, num_stages=1, **({"launch_pdl": True} if pdl else {}),
+        num_warps=expand.warps, num_stages=1, **_early(pdl),
     )  # fmt: skip
     return y
 
@@ -245,7 +250,7 @@ def grouped_silu(
         routing.rows, act.stride(0), y.stride(0), b.stride(0), b.stride(1), h.stride(0),
         I=width, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs), RUN=tile.run, STAGES=stages,
         BM=block_m, BN=tile.block_n, PDL=pdl, num_warps=tile.warps, num_stages=1,
-        **({"launch_pdl": True} if pdl else {}),
+        **_early(pdl),
     )  # fmt: skip
     return act
 
