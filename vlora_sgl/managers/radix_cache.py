@@ -17,6 +17,7 @@ handed out in sequence and never twice, so forgetting one can only lose a hit, n
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from array import array
 from collections import OrderedDict
@@ -135,7 +136,7 @@ class CacheIdentity(str):
         reuse: what the request found, once it was scheduled.
     """
 
-    __slots__ = ("_elements", "adapter", "fork", "images", "reuse", "reuse_limit", "root", "salt")
+    __slots__ = ("_elements", "_prefix_key", "adapter", "fork", "images", "reuse", "reuse_limit", "root", "salt")
 
     salt: str | None
     adapter: int
@@ -145,6 +146,7 @@ class CacheIdentity(str):
     reuse_limit: int | None
     reuse: Reuse | None
     _elements: array
+    _prefix_key: Hashable
 
     def __new__(
         cls,
@@ -160,6 +162,7 @@ class CacheIdentity(str):
         self.reuse_limit = None
         self.reuse = None
         self._elements = array("q")
+        self._prefix_key = None
         return self
 
     def renewed(self) -> CacheIdentity:
@@ -175,8 +178,14 @@ class CacheIdentity(str):
         return max(fork, self.images[-1][1] if self.images else 0)
 
     def prefix_key(self, token_ids: array) -> Hashable:
-        """Equal for requests whose KV is the same on the shareable prefix."""
-        return self.root, self.elements(token_ids)[: self.shareable].tobytes()
+        """Equal for requests whose KV is the same on the shareable prefix.
+
+        Found once, as a prompt only grows, and short: a scheduler asks for those of its whole queue.
+        """
+        if self._prefix_key is None:
+            prefix = self.elements(token_ids)[: self.shareable].tobytes()
+            self._prefix_key = self.root, hashlib.blake2b(prefix, digest_size=16).digest()
+        return self._prefix_key
 
     def elements(self, token_ids: array) -> array:
         """Key elements of the request's tokens (int64). Kept, because a queued request's tokens only ever grow.
