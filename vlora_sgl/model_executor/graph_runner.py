@@ -53,9 +53,10 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
     _whole = False  # of the batch that is loaded: its graph captures attention
 
     def __init__(self, model_runner: Any) -> None:
+        self.attention = None
         if model_runner.server_args.enable_lora:
             model_runner.lora_manager.prefill_graphs = self
-        self.attention = captured_attention(model_runner)
+            self.attention = captured_attention(model_runner)
         super().__init__(model_runner)
 
     def capture_one_shape(self, size: int, *, prefix_num_chunks: int = 0) -> None:
@@ -88,12 +89,12 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
         self, forward_batch: Any, static_forward_batch: Any, num_tokens: int
     ) -> None:
         super()._prepare_forward_metadata_for_replay(forward_batch, static_forward_batch, num_tokens)
-        attention, cached = self.attention, forward_batch.extend_prefix_lens_cpu
+        attention = self.attention if self._capture_lora else None
+        cached = forward_batch.extend_prefix_lens_cpu
         self._whole = False
-        if attention is not None and self._capture_lora and cached is not None:
-            self._whole = attention.serves(num_tokens, cached)
-            if self._whole:
-                attention.refresh(sum(forward_batch.extend_seq_lens_cpu), sum(cached))
+        if attention is not None and cached is not None and attention.serves(num_tokens, cached):
+            attention.refresh(sum(forward_batch.extend_seq_lens_cpu), sum(cached))
+            self._whole = True
 
     def _execute_body_capture(
         self,
