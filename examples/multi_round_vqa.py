@@ -60,7 +60,7 @@ def conversations(served: Served) -> list[tuple[Photograph, list[Round]]]:
 def show(served: Served, picture: Photograph, rounds: Sequence[Round]) -> None:
     """Run one conversation and print it as a table."""
     print(f"{picture.name} ({picture.credit})")
-    print(f"  {'adapter':<10}{'question':<34}{'answer':<22}{'reference':<12}{'prompt':>7}{'cached':>8}{'seconds':>9}")
+    print(f"  {'adapter':<10}{'question':<34}{'answer':<22}{'reference':<16}{'prompt':>7}{'cached':>8}{'seconds':>9}")
     begin = time.monotonic()
     state = ask.run(str(picture.path), rounds, 8, backend=served.backend, use_thread=False)
     right = total = 0
@@ -73,7 +73,7 @@ def show(served: Served, picture: Photograph, rounds: Sequence[Round]) -> None:
             right += answer == turn.reference
             mark = f"{turn.reference} {'✓' if answer == turn.reference else '✗'}"
         print(
-            f"  {turn.adapter or 'base':<10}{turn.question:<34}{answer[:20]!r:<22}{mark:<12}"
+            f"  {turn.adapter or 'base':<10}{turn.question:<34}{answer[:20]!r:<22}{mark:<16}"
             f"{information['prompt_tokens']:>7}{information['cached_tokens']:>8}{information['e2e_latency']:>9.2f}"
         )
     score = f"{right} of {total} as the reference; " if total else ""
@@ -120,7 +120,7 @@ def embedded(served: Served) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         show(served, *scene(Path(scratch)))
         print("Real images, base against adapter; 'cached' is of the adapter's second asking")
-        print(f"  {'image':<21}{'question':<36}{'reference':<14}{'base':<22}{'adapter':<16}{'cached':>7}")
+        print(f"  {'image':<21}{'question':<40}{'reference':<14}{'base':<22}{'adapter':<16}{'cached':>7}")
         right = {"base": 0, "adapter": 0}
         items = held_out(served.adapters, Path(scratch))
         for name, picture, turn in items:
@@ -134,7 +134,7 @@ def embedded(served: Served) -> None:
             mark = "✓" if answers[name] == turn.reference else "✗"
             cached = state.get_meta_info("answer0")["cached_tokens"]
             print(
-                f"  {picture.name:<21}{turn.question:<36}{turn.reference:<14}{answers['base'][:20]!r:<22}"
+                f"  {picture.name:<21}{turn.question:<40}{turn.reference:<14}{answers['base'][:20]!r:<22}"
                 f"{answers[name][:12]!r:<14}{mark} {cached:>7}"
             )
         print(f"  base {right['base']} of {len(items)} right, adapters {right['adapter']} of {len(items)}\n")
