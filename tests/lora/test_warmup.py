@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vlora_sgl.kernels import atmm
-from vlora_sgl.kernels.atmm import atmm_linear, launch, make_routing
+from vlora_sgl.kernels.atmm import atmm_linear, atmm_silu_and_mul, launch, make_routing
 from vlora_sgl.lora import warmup
 from vlora_sgl.lora.warmup import compile_prefills, wrapped_linears
 
@@ -182,6 +182,10 @@ def test_on_a_gpu_a_large_prefill_compiles_nothing() -> None:
                     groups = [(np.arange(rows, dtype=np.int32), ((0, 1.0),))]
                     routing = make_routing(groups, rows, [RANK] * SLOTS, [1.0] * SLOTS, device)
                     x = torch.zeros(rows, K, dtype=torch.bfloat16, device=device)
+                    if linear.owed is not None:  # an activation adds its adapters' part
+                        y = torch.zeros(rows, linear.offsets[-1], dtype=torch.bfloat16, device=device)
+                        atmm_silu_and_mul(y, x, linear.a, linear.b, routing, linear.offsets)
+                        continue
                     weight = torch.zeros(linear.offsets[-1], K, dtype=torch.bfloat16, device=device)
                     atmm_linear(x, weight, linear.own_bias, linear.a, linear.b, routing, linear.offsets)
     finally:
