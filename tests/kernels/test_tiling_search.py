@@ -7,7 +7,15 @@ import torch
 
 from vlora_sgl.kernels import tiling
 from vlora_sgl.kernels.tiling import TABLES, TilingTable, default_tile, unpack
-from vlora_sgl.kernels.tiling_search import MODELS, SHARED_BYTES, bytes_and_flops, candidates, jobs_of
+from vlora_sgl.kernels.tiling_search import (
+    MODELS,
+    SHARED_BYTES,
+    bytes_and_flops,
+    candidates,
+    jobs_of,
+    winners,
+    with_winners,
+)
 
 JOBS = list(jobs_of(MODELS["qwen2.5-vl-7b"], [16, 64], [1, 32, 8192], [8], torch.bfloat16))
 
@@ -36,3 +44,18 @@ def test_the_shipped_table_has_the_decode_tiles_of_a_7b_shape():
     table = TilingTable.load(path)
     wanted = {job.key for job in JOBS if job.rows == 32 and job.op in ("linear_shrink", "linear")}
     assert wanted <= table.exact.keys()
+
+
+def test_what_won_on_other_shapes_is_tried_first():
+    def job(model, op="linear_shrink", rank=64):
+        jobs = jobs_of(MODELS[model], [rank], [32], [8], torch.bfloat16)
+        return next(j for j in jobs if j.op == op and j.projection.name == "o_proj")
+
+    won, other = tiling.Tile(32, 16, 64, 2, 4, 5), tiling.Tile(32, 16, 64, 2, 4, 6)
+    deep = tiling.Tile(32, 16, 256, 64, 4, 2)  # more parts than this projection's width has
+    seven, wide = job("qwen2.5-vl-7b"), job("llava-1.5-13b")
+    table = {seven.key: (won, {}), job("qwen2.5-vl-7b", rank=16).key: (other, {}), wide.key: (deep, {})}
+    mine = job("qwen2.5-vl-3b")
+    found = with_winners(mine, winners(table))
+    assert found[:2] == [candidates(mine)[0], won]
+    assert found[2:] == candidates(mine)[1:]

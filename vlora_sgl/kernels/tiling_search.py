@@ -4,8 +4,9 @@
 
 For every projection of the model, rank and number of rows: take the tiles that are powers of two and fit the chip,
 prune them by a roofline estimate, compile what is left in parallel, check each against float64 (at most four times
-torch's own same-dtype error), time it with a cold L2 cache, and keep the best. Results are saved after every key, so
-that a search that is stopped goes on where it was; ``--budget`` stops it by itself.
+torch's own same-dtype error), time it with a cold L2 cache, and keep the best. What won on the shapes that the table
+has is tried first, so a further model needs few candidates (``--limit 4``). Results are saved after every key, so that
+a search that is stopped goes on where it was; ``--budget`` stops it by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -385,12 +386,13 @@ def search(
                 {k: v for k, v in row.items() if k not in ("key", "tile")},
             )
     todo = [job for job in jobs if job.key not in done]
+    won = winners(done)
     results = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         compiled: list[tuple[Job, list[Tile], list[Future[bool]]]] = []
         for job in todo:
-            tiles = candidates(job)[:limit]
+            tiles = with_winners(job, won)[:limit]
             compiled.append((job, tiles, [pool.submit(compile_only, job, tile) for tile in tiles]))
         for job, tiles, futures in tqdm(compiled, desc="tiling search", unit="key"):
             if time.monotonic() - began > budget:
@@ -411,6 +413,27 @@ def search(
             rows = [(key, t, about) for key, (t, about) in done.items()]
             tiling.TilingTable.save(path, rows, device=torch.cuda.get_device_name(0), torch=torch.__version__)
     return results
+
+
+ACROSS_SHAPES = ("op", "dtype", "pairs", "rank", "rows", "slots")
+"""Fields of a key that decide more of a tile than the projection's shape does."""
+
+
+def winners(done: Mapping[int, tuple[Tile, Any]]) -> dict[tuple[int, ...], list[Tile]]:
+    """Tiles of a table by what their keys have in common across shapes."""
+    won: dict[tuple[int, ...], list[Tile]] = {}
+    for key, (tile, _) in done.items():
+        fields = tiling.unpack(key)
+        won.setdefault(tuple(fields[name] for name in ACROSS_SHAPES), []).append(tile)
+    return won
+
+
+def with_winners(job: Job, won: Mapping[tuple[int, ...], Sequence[Tile]]) -> list[Tile]:
+    """The built-in tile, what won on other models' shapes, and then the other candidates: so few need be tried."""
+    fields = tiling.unpack(job.key)
+    found = won.get(tuple(fields[name] for name in ACROSS_SHAPES), ())
+    own, *rest = candidates(job)
+    return list(dict.fromkeys([own, *(t for t in found if t.block_k * t.split_k <= job.projection.k), *rest]))
 
 
 def _best(job: Job, tiles: Sequence[Tile], done: dict[int, tuple[Tile, dict[str, Any]]]) -> dict[str, Any] | None:
