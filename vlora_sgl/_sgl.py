@@ -87,6 +87,8 @@ NAMES: dict[str, str] = {
     "register_radix_cache_backend": "sglang.srt.mem_cache.registry:register_radix_cache_backend",
     "default_radix_cache_factory": "sglang.srt.mem_cache.registry:default_radix_cache_factory",
     "maybe_cache_unfinished_req": "sglang.srt.mem_cache.common:maybe_cache_unfinished_req",
+    "extend_attention": "sglang.kernels.ops.attention.extend_attention",
+    "extend_attention_kernel": "sglang.kernels.ops.attention.extend_attention:_fwd_kernel",
     "mm_utils": "sglang.srt.managers.mm_utils",
     "chunked_prefill_embedding": "sglang.srt.managers.mm_utils:_get_chunked_prefill_embedding",
     "adjust_embedding_length": "sglang.srt.managers.mm_utils:_adjust_embedding_length",
