@@ -144,10 +144,16 @@ class _Graph:
         return self._out.clone()
 
 
+def known_encoder(model: Any) -> Any:
+    """A model's image encoder if it is one that we know, on CUDA; ``None`` otherwise."""
+    encoder: Any = getattr(model, "visual", None)
+    return encoder if type(encoder).__name__ in ENCODERS and encoder.device.type == "cuda" else None
+
+
 def install(model: Any, limit: int) -> VisionGraphs | None:
     """Put graphs in the place of a model's image encoder; ``None`` where it has none that we know."""
-    encoder: Any = getattr(model, "visual", None)
-    if limit < 1 or type(encoder).__name__ not in ENCODERS or encoder.device.type != "cuda":
+    encoder = known_encoder(model)
+    if limit < 1 or encoder is None:
         return None
     encoder.forward = graphs = VisionGraphs(encoder, limit)
     return graphs
