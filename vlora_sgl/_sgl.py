@@ -190,7 +190,10 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "LoRAMemoryPool.get_lora_A_shape": ("self", "module_name", "base_model", "max_lora_dim", "layer_idx"),
     "LoRAMemoryPool.get_lora_B_shape": ("self", "module_name", "base_model", "max_lora_dim", "layer_idx"),
     "LoRAMemoryPool.prepare_lora_batch": ("self", "cur_uids", "lora_adapters", "lora_modules", "lora_refs"),
-    "LoRAMemoryPool.load_lora_weight_to_buffer": ("self", "uid", "buffer_id", "lora_adapter"),
+    "LoRAMemoryPool.load_lora_weight_to_buffer": (
+        *("self", "uid", "buffer_id", "lora_adapter", "lora_modules", "lora_embed_tokens_module"),
+        "lora_lm_head_module",
+    ),
     "LoRAMemoryPool._clear_buffer_slot_for_base": ("self", "buffer_id"),
     "LoRAManager.prepare_lora_batch": ("self", "forward_batch"),
     "LoRAManager.fetch_new_loras": ("self", "new_loras"),

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
-
 from vlora_sgl import _sgl
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.access import allowed_directory
@@ -63,7 +61,7 @@ def pin_adapter(manager: Any, lora_ref: Any) -> Any:
 
 
 def build_adapter(manager: Any, lora_id: str, weights: AdapterWeights) -> Any:
-    """SGLang's ``LoRAAdapter`` holding ``weights`` stacked, in the pool's dtype, pinned where there is a GPU."""
+    """SGLang's ``LoRAAdapter`` holding ``weights`` stacked, in the pool's dtype."""
     stacked = stack(weights.modules, engine_layout(manager.base_model), manager.dtype)
     config = _sgl.LoRAConfig.from_dict(
         {
@@ -84,8 +82,6 @@ def build_adapter(manager: Any, lora_id: str, weights: AdapterWeights) -> Any:
             layer = layer_of(name)
             assert layer is not None
             adapter.layers[layer].weights[name] = tensor
-    if torch.cuda.is_available():
-        adapter.pin_weights_in_cpu()
     return adapter
 
 

@@ -69,6 +69,7 @@ class DescribedLoRAManager(VLoraManager):
         adapter = self.loras[lora_ref.lora_id]
         digest = content_digest(adapter, description)
         sees = any(is_tower(name) for layer in adapter.layers for name in layer.weights)
+        self.pack(adapter)  # after the digest: it keeps this tensor-parallel rank's part of the weights only
         self.described[lora_ref.lora_id] = DescribedAdapter(description, heads, digest, digest if sees else None)
 
     def prepare_lora_batch(self, forward_batch: Any) -> None:

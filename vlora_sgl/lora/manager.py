@@ -22,6 +22,7 @@ from vlora_sgl.kernels.atmm import on_kernels
 from vlora_sgl.kernels.merge import FoldTarget, MergeTable
 from vlora_sgl.lora.adapter import load_adapter, pin_adapter
 from vlora_sgl.lora.layers import pair_activations, wrap_layer
+from vlora_sgl.lora.packed import PackedPool
 from vlora_sgl.lora.pool import SizedPool, fits
 from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 from vlora_sgl.server_args import VLoraArgs
@@ -77,14 +78,38 @@ class VLoraManager(_sgl.LoRAManager):
     # The pool
 
     def init_memory_pool(self) -> None:
-        """SGLang's pool, or one with slots of the ranks that ``--lora-slot-ranks`` names.
+        """Slots as large as the largest rank, or of the ranks that ``--lora-slot-ranks`` names.
 
         Raises:
             ConfigError: such slots do not go with another setting.
         """
-        if not self.slot_ranks:
-            super().init_memory_pool()
-            return
+        options = {
+            "base_hf_config": self.base_hf_config,
+            "max_loras_per_batch": self.max_loras_per_batch,
+            "dtype": self.dtype,
+            "tp_size": self.tp_size,
+            "tp_rank": self.tp_rank,
+            "attn_tp_size": self.attn_tp_size,
+            "max_lora_rank": self.max_lora_rank,
+            "target_modules": self.target_modules,
+            "base_model": self.base_model,
+            "eviction_policy": self.eviction_policy,
+            "lora_added_tokens_size": self.lora_added_tokens_size,
+            "experts_shared_outer_loras": self.experts_shared_outer_loras,
+            "strict_loading": self.lora_strict_loading,
+            "enable_lora_overlap_loading": self.enable_lora_overlap_loading,
+        }
+        if self.slot_ranks:
+            self._check_slot_ranks()
+            self.memory_pool = SizedPool(self.slot_ranks, **options)
+            self.lora_backend.places = self.memory_pool.places
+        else:
+            self.memory_pool = PackedPool(**options)
+        self.fetch_new_loras({None})
+        for adapter in self.loras.values():
+            self.pack(adapter)
+
+    def _check_slot_ranks(self) -> None:
         asked = (self.max_loras_per_batch, self.max_lora_rank)
         if asked != (len(self.slot_ranks) + 1, max(self.slot_ranks)):
             raise ConfigError(
@@ -99,23 +124,16 @@ class VLoraManager(_sgl.LoRAManager):
                 "--lora-slot-ranks goes neither with --enable-lora-overlap-loading nor with "
                 "SGLANG_EXPERIMENTAL_LORA_OPTI"
             )
-        self.memory_pool = SizedPool(
-            self.slot_ranks,
-            base_hf_config=self.base_hf_config,
-            max_loras_per_batch=self.max_loras_per_batch,
-            dtype=self.dtype,
-            tp_size=self.tp_size,
-            tp_rank=self.tp_rank,
-            attn_tp_size=self.attn_tp_size,
-            target_modules=self.target_modules,
-            base_model=self.base_model,
-            eviction_policy=self.eviction_policy,
-            lora_added_tokens_size=self.lora_added_tokens_size,
-            experts_shared_outer_loras=self.experts_shared_outer_loras,
-            strict_loading=self.lora_strict_loading,
-        )
-        self.lora_backend.places = self.memory_pool.places
-        self.fetch_new_loras({None})
+
+    def pack(self, adapter: Any) -> None:
+        """Lay an adapter out in host memory as loads to a slot want it; those of the command line once slots exist."""
+        pool = getattr(self, "memory_pool", None)
+        if pool is None:
+            return
+        if pool.packs:
+            pool.pack(adapter, self.lora_modules)
+        if torch.cuda.is_available():
+            adapter.pin_weights_in_cpu()  # of embeddings and experts: what is packed is pinned
 
     def pool_state(self) -> dict[str, Any]:
         """What the device slots are: the rank of each, and the bytes of all on this rank."""

@@ -20,11 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from vlora_sgl import _sgl
 from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import ConfigError
+from vlora_sgl.lora.packed import PackedPool
 from vlora_sgl.server_args import SLOT_UNIT
 
 
@@ -93,7 +92,7 @@ def _place_all(
     return {uid: slot for uid, slot in found.items() if slot_of.get(uid) != slot}
 
 
-class SizedPool(_sgl.LoRAMemoryPool):
+class SizedPool(PackedPool):
     """SGLang's pool with slots of the ranks given. Slot 0 is the base model's, has rank 0 and takes no memory.
 
     Args:
@@ -105,8 +104,6 @@ class SizedPool(_sgl.LoRAMemoryPool):
         places: index of every slot in the buffers.
     """
 
-    A_buffer: dict[str, list[torch.Tensor]]
-    B_buffer: dict[str, list[torch.Tensor]]
     buffer_id_to_uid: list[Any]
     uid_to_buffer_id: dict[AdapterId, int]
 
@@ -173,7 +170,7 @@ class SizedPool(_sgl.LoRAMemoryPool):
             self.uid_to_buffer_id[uid], self.buffer_id_to_uid[slot] = slot, uid
 
     def load_lora_weight_to_buffer(self, uid: AdapterId, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        """SGLang's, which writes an adapter's own rank at the index that it is given."""
+        """The base class's, which writes an adapter's own rank at the index that it is given."""
         if uid is not None:
             super().load_lora_weight_to_buffer(uid, self.places[buffer_id], *args, **kwargs)
 

@@ -1,0 +1,235 @@
+"""A memory pool whose slots are filled from one piece of host memory an adapter, in a few copies.
+
+SGLang's pool fills a slot matrix by matrix: for a 7B model 224 small copies, most of them of what was sliced, put
+together and pinned anew. Here that happens once, when an adapter comes to host memory: SGLang's own method loads it
+into a slot that is just large enough, and whose matrices lie behind each other in one pinned buffer. So what is packed
+is what SGLang would have written. From there a load is, for every ``STAGING_BYTES``, one copy to a staging buffer on
+the device and one call that spreads it over the slot; what the adapter lacks is zeroed in one call. Everything is
+ordered on the stream that asks, behind the steps that read the slot before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from vlora_sgl import _sgl
+from vlora_sgl.core import AdapterId
+
+# The staging buffer is device memory that caches nothing: large enough for the bus to be what a load waits for.
+STAGING_BYTES = 64 << 20
+# In elements: matrices begin where vectorized copies can begin.
+_ALIGN = 64
+
+
+class Weight(NamedTuple):
+    """One matrix of a slot: its side (``A`` or ``B``), its kind of module as the pool names it, its layer."""
+
+    side: str
+    kind: str
+    layer: int
+
+
+class Move(NamedTuple):
+    """A stretch of the packed buffer, the staging memory it goes to, what lies there, and where that goes."""
+
+    stretch: slice
+    staging: torch.Tensor
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the matrices of adapters with one rank and the same modules lie in their packed buffers.
+
+    Attributes:
+        weights: the matrices, all of side A before those of side B.
+        shapes: of every matrix.
+        begins: of every matrix, in elements; then the end of the last.
+        routes: by slot, the moves into it and what they leave to be zeroed; filled as slots are.
+    """
+
+    weights: tuple[Weight, ...]
+    shapes: tuple[torch.Size, ...]
+    begins: tuple[int, ...]
+    routes: dict[int, tuple[list[Move], list[torch.Tensor]]] = field(default_factory=dict)
+
+    def views(self, buffer: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
+        """Matrices ``first`` to ``last`` where ``buffer`` begins with the first of them."""
+        begins = (begin - self.begins[first] for begin in self.begins[first:last])
+        return [
+            buffer[begin : begin + shape.numel()].view(shape)
+            for begin, shape in zip(begins, self.shapes[first:last], strict=True)
+        ]
+
+    def pieces(self, room: int) -> Iterator[tuple[int, int]]:
+        """``(first, last)`` of matrices that fit ``room`` together; one side each, because sides differ in strides."""
+        first = 0
+        for i in range(1, len(self.weights) + 1):
+            full = i == len(self.weights) or self.begins[i + 1] - self.begins[first] > room
+            if full or self.weights[i].side != self.weights[first].side:
+                yield first, i
+                first = i
+
+
+class Packed(NamedTuple):
+    """An adapter's matrices in one piece of host memory. Its ``LoRAAdapter`` keeps it as ``packed``."""
+
+    layout: Layout
+    buffer: torch.Tensor
+
+
+class PackedPool(_sgl.LoRAMemoryPool):
+    """SGLang's pool of linear layers, loaded as the module says; what it holds besides is loaded as SGLang does.
+
+    Attributes:
+        packs: whether it does; not with MoE experts, nor where SGLang clears what lies past an adapter's rank.
+        staging: on the device, shared by all loads.
+    """
+
+    A_buffer: dict[str, list[torch.Tensor]]
+    B_buffer: dict[str, list[torch.Tensor]]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        everything = [buffer for buffers in (self.A_buffer, self.B_buffer) for buffer in buffers.values()]
+        linear = bool(everything) and all(matrix.ndim == 3 for layers in everything for matrix in layers)
+        self.packs = linear and not _sgl.dense_lora_b
+        self._layouts: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
+        self._stream: Any = None
+        if self.packs:
+            weights = [Weight(side, kind, i) for side in "AB" for kind in self.A_buffer for i in range(self.num_layer)]
+            largest = self._layout(weights, self.max_lora_rank)
+            room = max(STAGING_BYTES // self.dtype.itemsize, *(_aligned(shape.numel()) for shape in largest.shapes))
+            sizes = [largest.begins[last] - largest.begins[first] for first, last in largest.pieces(room)]
+            device = next(matrix.device for layers in everything for matrix in layers)
+            self.staging = torch.empty(max(sizes), dtype=self.dtype, device=device)
+
+    def pack(self, adapter: Any, lora_modules: Sequence[Mapping[str, Any]]) -> Packed:
+        """Lay an adapter's linear layers out in one piece of host memory, pinned where there is a GPU; once.
+
+        Its own weights become views of that, so that nothing is held twice: this rank's part of them.
+        """
+        packed: Packed | None = getattr(adapter, "packed", None)
+        if packed is not None:
+            return packed
+        names: dict[Weight, str] = {}
+        wrapped = self._wrapped(lora_modules)
+        for number, layer in enumerate(adapter.layers):
+            for name in layer.weights:
+                with contextlib.suppress(ValueError):  # of a kind the pool lacks: SGLang warns below, or refuses it
+                    weight = Weight("A" if "lora_A" in name else "B", self._kind(name), number)
+                    if weight in wrapped:
+                        names[weight] = name
+        layout = self._layout(sorted(names), adapter.config.r)
+        pinned = self.pin_memory_available and self.staging.device.type != "cpu"
+        buffer = torch.empty(layout.begins[-1], dtype=self.dtype, pin_memory=pinned)
+        views = dict(zip(layout.weights, layout.views(buffer, 0, len(layout.weights)), strict=True))
+
+        self._write(views, adapter, lora_modules)
+        for weight, name in names.items():
+            adapter.layers[weight.layer].weights[name] = views[weight]
+        adapter.packed = packed = Packed(layout, buffer)
+        return packed
+
+    def _write(
+        self, views: Mapping[Weight, torch.Tensor], adapter: Any, lora_modules: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """SGLang's load of an adapter's linear layers, with these matrices for a slot."""
+        slot: Any = copy.copy(self)
+        nothing = torch.empty(1, 1, device="meta")  # takes the zeros of what the adapter lacks
+        for side, buffers in (("A", self.A_buffer), ("B", self.B_buffer)):
+            layers = range(self.num_layer)
+            found = {kind: [views.get(Weight(side, kind, i), nothing)[None] for i in layers] for kind in buffers}
+            setattr(slot, f"{side}_buffer", found)
+        slot.embedding_A_buffer = slot.embedding_B_buffer = slot.lm_head_A_buffer = slot.lm_head_B_buffer = {}
+        slot.new_embeddings_buffer = {}
+        slot.pin_memory_available = False
+        linears = SimpleNamespace(config=adapter.config, layers=adapter.layers, embedding_layers={})
+        _sgl.LoRAMemoryPool.load_lora_weight_to_buffer(slot, adapter.uid, 0, linears, lora_modules, None, None)
+
+    def load_lora_weight_to_buffer(
+        self, uid: AdapterId, buffer_id: int, lora_adapter: Any, lora_modules: Any, *embeddings: Any
+    ) -> None:
+        """Fill a slot; ``uid`` ``None`` clears it for the base model."""
+        if uid is None or not self.packs:
+            super().load_lora_weight_to_buffer(uid, buffer_id, lora_adapter, lora_modules, *embeddings)
+            return
+        layout, buffer = self.pack(lora_adapter, lora_modules)
+        if buffer_id not in layout.routes:
+            layout.routes[buffer_id] = self._route(layout, buffer_id, lora_adapter.config.r, lora_modules)
+        moves, lacking = layout.routes[buffer_id]
+        self._wait_for_staging()
+        for move in moves:
+            # The adapter may be unloaded before this copy has run: torch gives pinned memory out again only when the
+            # copies out of it, which it records here, are over.
+            move.staging.copy_(buffer[move.stretch], non_blocking=True)
+            torch._foreach_copy_(move.targets, move.sources)
+        if lacking:
+            torch._foreach_zero_(lacking)
+        if self.embedding_A_buffer or self.lm_head_A_buffer or lora_adapter.embedding_layers:
+            rest: Any = copy.copy(self)
+            rest.num_layer = 0
+            _sgl.LoRAMemoryPool.load_lora_weight_to_buffer(rest, uid, buffer_id, lora_adapter, [], *embeddings)
+
+    def _wait_for_staging(self) -> None:
+        """Loads on one stream follow each other; one on another stream waits for the staging buffer."""
+        if self.staging.device.type == "cuda":
+            stream = torch.cuda.current_stream()
+            if self._stream not in (None, stream):
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
+    def _kind(self, name: str) -> str:
+        return str(_sgl.get_target_module_name(name, self.target_modules))
+
+    def _wrapped(self, lora_modules: Sequence[Mapping[str, Any]]) -> set[Weight]:
+        """The matrices that layers of this model read."""
+        return {
+            Weight(side, self._kind(name), number)
+            for number, layer in enumerate(lora_modules)
+            for name in layer
+            for side in "AB"
+        }
+
+    def _part(self, weight: Weight, slot: int, rank: int) -> torch.Tensor:
+        """What an adapter of this rank occupies of a slot's matrix."""
+        if weight.side == "B":
+            return self.B_buffer[weight.kind][weight.layer][slot, :, :rank]
+        matrix = self.A_buffer[weight.kind][weight.layer][slot]
+        return matrix[: rank * (matrix.shape[0] // self.max_lora_rank)]  # stacked projections
+
+    def _layout(self, weights: Sequence[Weight], rank: int) -> Layout:
+        key = (rank, *weights)
+        layout = self._layouts.get(key)
+        if layout is None:
+            shapes = tuple(self._part(weight, 0, rank).shape for weight in weights)
+            begins = [0]
+            for shape in shapes:
+                begins.append(begins[-1] + _aligned(shape.numel()))
+            layout = self._layouts[key] = Layout(tuple(weights), shapes, tuple(begins))
+        return layout
+
+    def _route(
+        self, layout: Layout, slot: int, rank: int, lora_modules: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Move], list[torch.Tensor]]:
+        moves = []
+        for first, last in layout.pieces(len(self.staging)):
+            stretch = slice(layout.begins[first], layout.begins[last])
+            staging = self.staging[: stretch.stop - stretch.start]
+            targets = [self._part(weight, slot, rank) for weight in layout.weights[first:last]]
+            moves.append(Move(stretch, staging, layout.views(staging, first, last), targets))
+        lacking = sorted(self._wrapped(lora_modules).difference(layout.weights))
+        return moves, [self._part(weight, slot, rank) for weight in lacking]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
