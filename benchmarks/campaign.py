@@ -77,6 +77,7 @@ JOBS = (
     Job("atmm", f"{KERNELS}.bench_atmm --quick --workers 8", 180),
     Job("routing", f"{KERNELS}.bench_routing", 180),
     Job("switch", f"{KERNELS}.bench_switch", 60),
+    Job("load", f"{KERNELS}.bench_load", 30),
     Job("search", f"{KERNELS}.bench_search --out {{out}}/tiles.json", 1800),
 )
 
