@@ -1,4 +1,4 @@
-"""Which prefixes under way are put in the tree, so that the requests that wait for them follow at once."""
+"""Which prefixes under way are put in the tree, and which of those who need one join, follow or wait."""
 
 from array import array
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def scheduler(under_way, waiting, chunked=None):
 def test_a_prefix_that_others_wait_for_is_published_once():
     first, other = request(), request(image=(4, 4 + WORTH_WAITING, 8))
     made = scheduler([first, other], [request(), request()])
-    assert made._publish() == set()
+    assert made._publish() == {}
     assert made.tree_cache.published == [first.extra_key.prefix_key(first.origin_input_ids)]
     made._publish()
     assert len(made.tree_cache.published) == 1
@@ -51,16 +51,69 @@ def test_a_prefix_that_others_wait_for_is_published_once():
 @pytest.mark.parametrize("waiting", [[], [request(image=(4, 4 + WORTH_WAITING, 8))]], ids=["nobody", "another-image"])
 def test_a_prefix_that_nobody_waits_for_is_left_to_sglang(waiting):
     made = scheduler([request()], waiting)
-    assert made._publish() == set() and made.tree_cache.published == []
+    assert made._publish() == {} and made.tree_cache.published == []
 
 
 def test_a_finished_request_holds_no_kv_to_publish():
     made = scheduler([request(finished=True)], [request()])
-    assert made._publish() == set() and made.tree_cache.published == []
+    assert made._publish() == {} and made.tree_cache.published == []
 
 
 def test_of_a_chunked_request_the_others_wait_for_the_rest():
     chunked = request()
     made = scheduler([], [request()], chunked)
-    assert made._publish() == {chunked.extra_key.prefix_key(chunked.origin_input_ids)}
+    assert made._publish() == {chunked.extra_key.prefix_key(chunked.origin_input_ids): chunked}
     assert made.tree_cache.published == []
+
+
+class Sglang:
+    """What SGLang's scheduler says of every request."""
+
+    def _can_schedule_lora_req(self, req, running_loras):
+        return True
+
+
+class Scheduler(PrefixReuse, Sglang):
+    pass
+
+
+class Joint:
+    """Promises what it is told to, in a tree that then holds it."""
+
+    def __init__(self, tree, promises):
+        self.tree, self.promises, self.leaders = tree, promises, []
+
+    def promise(self, leader, length):
+        self.leaders.append((leader, length))
+        if self.promises:
+            self.tree.cache_unfinished_req(leader)
+        return self.promises
+
+
+@pytest.mark.parametrize(
+    ("promises", "mixes", "admitted"),
+    [(True, (), [True, True, True]), (False, (), [True, False, False]), (True, ("a",), [True, False, True])],
+    ids=["joined", "no-promise", "a-mix-waits"],
+)
+def test_who_shares_a_prefix_joins_its_leader_or_waits(promises, mixes, admitted):
+    made = Scheduler.__new__(Scheduler)
+    tree = Tree()
+    manager = SimpleNamespace(has_mix=lambda adapters: bool(set(mixes) & set(adapters)))
+    made.__dict__.update(
+        tree_cache=tree,
+        joint=Joint(tree, promises),
+        lora_manager=manager,
+        _computing={},
+    )
+    reqs = [request() for _ in admitted]
+    for req, adapter in zip(reqs, (None, "a", "b"), strict=True):
+        req.lora_id = adapter
+    assert [made._can_schedule_lora_req(req, set()) for req in reqs] == admitted
+    assert all(asked == (reqs[0], IMAGE[1]) for asked in made.joint.leaders)
+    assert made._can_schedule_lora_req(request(image=(4, 4 + WORTH_WAITING, 8)), set()), "another image"
+
+
+def test_without_a_joint_prefill_the_others_wait():
+    made = Scheduler.__new__(Scheduler)
+    made.__dict__.update(tree_cache=Tree(), joint=None, _computing={})
+    assert [made._can_schedule_lora_req(request(), set()) for _ in range(2)] == [True, False]

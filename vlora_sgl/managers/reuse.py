@@ -8,6 +8,7 @@ from typing import Any
 from vlora_sgl import _sgl
 from vlora_sgl.core import AdapterId
 from vlora_sgl.managers import encoder_cache
+from vlora_sgl.managers.joint_prefill import JointPrefill, can_join
 from vlora_sgl.managers.radix_cache import NEVER, AdapterContent, CacheIdentity, VLoraRadixCache, image_spans
 
 WORTH_WAITING = 32
@@ -21,10 +22,12 @@ class PrefixReuse(Base):
     """Mixed into the scheduler, before SGLang's class."""
 
     vlora_args: Any
-    _computing: set[Any]
+    _computing: dict[Any, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        joins = can_join(self.tp_worker.model_runner, self.tree_cache)
+        self.joint = JointPrefill(self.tree_cache) if joins else None
         self.encoder_cache = encoder_cache.install(self.vlora_args.encoder_cache_mb)
 
     def identify(self, req: Any) -> CacheIdentity | None:
@@ -57,6 +60,8 @@ class PrefixReuse(Base):
         """SGLang's, after noting which prefixes are being computed, and counting what the new batch reuses."""
         self._computing = self._publish()
         plan = super().get_new_batch_prefill(running_batch)
+        if plan.batch_to_run is not None and self.joint is not None:
+            self.joint.fulfil(plan.batch_to_run.reqs)
         if plan.batch_to_run is not None and isinstance(self.tree_cache, VLoraRadixCache):
             encoding: set[int] = set()
             for req in plan.batch_to_run.reqs:
@@ -84,8 +89,8 @@ class PrefixReuse(Base):
         in_flight = list(last.reqs) if last is not None and last.forward_mode.is_extend() else []
         return [*in_flight, self.chunked_req] if self.chunked_req is not None else in_flight
 
-    def _publish(self) -> set[Any]:
-        """Put prefixes that requests wait for in the tree while they are computed; return those that cannot be yet.
+    def _publish(self) -> dict[Any, Any]:
+        """Put prefixes that are waited for in the tree while computed; return who computes those that are not, by key.
 
         Whoever takes such a prefix runs behind its computation on the same stream, as the next chunk of a long prompt
         does, whose first chunks SGLang puts in the tree at that time too. So the device goes from one batch to the
@@ -93,13 +98,13 @@ class PrefixReuse(Base):
         """
         in_flight = self._in_flight()
         wanted = {self._prefix_key(req) for req in self.waiting_queue} - {None} if in_flight else set()
-        computing = set()
+        computing = {}
         for req in in_flight:
             key = self._prefix_key(req)
             if key not in wanted or req.finished():  # finished: its answer is known, and its prefix in the tree
                 continue
             if req is self.chunked_req:
-                computing.add(key)
+                computing[key] = req
             elif not self._holds_prefix(req):
                 _sgl.maybe_cache_unfinished_req(req, self.tree_cache)
         return computing
@@ -111,14 +116,24 @@ class PrefixReuse(Base):
         return identity.prefix_key(req.origin_input_ids)
 
     def _can_schedule_lora_req(self, req: Any, running_loras: Any) -> bool:
-        """SGLang's verdict, but of requests that need one long prefix, one computes it and the others wait for it."""
+        """SGLang's verdict, but of requests that need one long prefix, one computes it; the others join it or wait."""
         key = self._prefix_key(req)
-        waits = key is not None and key in self._computing and not self._holds_prefix(req)
+        leader = self._computing.get(key) if key is not None else None
+        waits = leader is not None and not self._holds_prefix(req) and not self._joins(req, leader)
         if waits or not super()._can_schedule_lora_req(req, running_loras):
             return False
         if key is not None:
-            self._computing.add(key)
+            self._computing.setdefault(key, req)
         return True
+
+    def _joins(self, req: Any, leader: Any) -> bool:
+        """Whether a request may run in the batch that computes its prefix, by a leader admitted to it before.
+
+        A mix may not: its router asks, before the first layer, what the prefix's tokens voted.
+        """
+        if self.joint is None or self.lora_manager.has_mix([req.lora_id]):
+            return False
+        return self.joint.promise(leader, req.extra_key.shareable)
 
     def _holds_prefix(self, req: Any) -> bool:
         missing = req.extra_key.shareable - self.tree_cache.matched_length(req.origin_input_ids, req.extra_key)
