@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
@@ -68,6 +69,28 @@ class Server:
     def flush(self) -> None:
         """Empty the prefix cache, so that a test starts cold."""
         requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Callable[[], None]]:
+        """Stop the scheduler until all that the block sends (in threads) has reached it; it then finds it at once.
+
+        Gives a function that waits until all that was sent so far has: the tokenizer's process is idle again.
+        """
+        launcher = psutil.Process(self.process.pid)
+        (scheduler,) = [p for p in launcher.children(recursive=True) if "scheduler" in " ".join(p.cmdline())]
+
+        def arrived() -> None:
+            used = -1.0
+            while (now := sum(launcher.cpu_times()[:2])) - used > 0.02:
+                used = now
+                time.sleep(1)
+
+        scheduler.suspend()
+        try:
+            yield arrived
+            arrived()
+        finally:
+            scheduler.resume()
 
 
 @pytest.fixture(scope="session")
