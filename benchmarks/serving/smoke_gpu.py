@@ -1,8 +1,8 @@
 """The end-to-end checks on a GPU, with CUDA graphs: ``python -m benchmarks.serving.smoke_gpu``.
 
-Runs tests/e2e/test_serving.py and test_heads.py against a server with triton attention and graphs of decode steps and
-prefills: every row of a mixed batch (base, A, B, A) must have the greedy tokens of its single run, equal to
-transformers + PEFT in float32 on the CPU, and heads their answers.
+Runs tests/e2e/test_serving.py, test_heads.py and test_joint_prefill.py against a server with triton attention and
+graphs of decode steps and prefills: every row of a mixed batch (base, A, B, A) must have the greedy tokens of its
+single run, equal to transformers + PEFT in float32 on the CPU, and heads their answers.
 ``--modes`` adds every inference mode in bfloat16, and two tensor-parallel ranks where there are two cards.
 Takes about two minutes, four with ``--modes``. Prints the card, the versions and the seconds; exits with pytest's
 status.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = f"{flags} {options.server_flags}".strip()
     # A GPU machine may lack pytest's plugins that pyproject.toml's options ask for.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "tests/e2e/test_serving.py"]
-    command += ["tests/e2e/test_heads.py"]
+    command += ["tests/e2e/test_heads.py", "tests/e2e/test_joint_prefill.py"]
     command += ["tests/e2e/test_modes.py", "tests/e2e/test_tensor_parallel.py"] if options.modes else []
     command += ["-k", options.select] if options.select else []
     if options.dry_run:

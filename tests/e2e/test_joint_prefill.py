@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 NAMES = (None, "J0", "J1", "J2", "J3")
 PROMPT = question("Describe the image in one word.")
 BIG: Any = {"size": (224, 168)}
-IMAGE_TOKENS, NEW_TOKENS, CHUNK = 48, 16, 48
+IMAGE_TOKENS, CHUNK = 48, 48
 
 
 def load_activated(server: Server, root: Path) -> None:
@@ -79,8 +79,17 @@ def cold(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         unload(server, name)
 
 
+@pytest.fixture(scope="module")
+def steps(server: Server, cold: Any) -> int:
+    """Batches of one cold request alone: its prefill and its decode steps, one past its end where they overlap."""
+    server.flush()
+    before = batches(server)
+    ask(server, PROMPT, **BIG)
+    return batches(server) - before
+
+
 @pytest.mark.parametrize("mode", ["auto", "unmerged", "merged", "mixture"])
-def test_they_are_one_prefill_with_the_answers_of_cold_runs(server: Server, cold: Any, mode: str) -> None:
+def test_they_are_one_prefill_with_the_answers_of_cold_runs(server: Server, cold: Any, steps: int, mode: str) -> None:
     server.flush()
     before, encoder = batches(server), stats(server)["encoder"]
     assert change(server, **{f"vlora_mode:{mode}": 1})
@@ -89,7 +98,7 @@ def test_they_are_one_prefill_with_the_answers_of_cold_runs(server: Server, cold
     finally:
         assert change(server, **{"vlora_mode:auto": 1})
     assert ids(found) == ids(cold)
-    assert batches(server) - before == NEW_TOKENS, "one prefill, and a decode step for each further token"
+    assert batches(server) - before == steps, "one prefill, and the decode steps of one"
     assert sorted(reuse(a)["cached_image_tokens"] for a in found.values()) == [0, *[IMAGE_TOKENS] * 4]
     assert sum(reuse(a)["shared_tokens"] > 0 for a in found.values()) == 4
     after = stats(server)["encoder"]
@@ -98,7 +107,7 @@ def test_they_are_one_prefill_with_the_answers_of_cold_runs(server: Server, cold
     assert again["output_ids"] == cold["J2"]["output_ids"] and reuse(again)["cached_image_tokens"] == IMAGE_TOKENS
 
 
-def test_two_new_images_are_one_prefill(server: Server, cold: Any) -> None:
+def test_two_new_images_are_one_prefill(server: Server, cold: Any, steps: int) -> None:
     asked = {(name, image): {"name": name, "images": (image,)} for name in ("J0", "J1") for image in (31, 32)}
     alone = {}
     for key, request in asked.items():
@@ -109,11 +118,11 @@ def test_two_new_images_are_one_prefill(server: Server, cold: Any) -> None:
     before = batches(server)
     found = together(server, asked)
     assert {key: answer["output_ids"] for key, answer in found.items()} == alone
-    assert batches(server) - before == NEW_TOKENS
+    assert batches(server) - before == steps
     assert sorted(reuse(a)["cached_image_tokens"] for a in found.values()) == [0, 0, IMAGE_TOKENS, IMAGE_TOKENS]
 
 
-def test_one_token_answers_and_logprobs(server: Server, cold: Any) -> None:
+def test_one_token_answers_and_logprobs(server: Server, cold: Any, steps: int) -> None:
     """The leader ends with the prefill; who wants the logprobs of the whole prompt computes it."""
     once = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
     asked: dict[Any, Any] = {
@@ -136,11 +145,13 @@ def test_one_token_answers_and_logprobs(server: Server, cold: Any) -> None:
             for answers in (found, alone)
         )
         assert len(one) == len(other) > 0 and one == pytest.approx(other, abs=1e-4)
-    assert batches(server) - before == NEW_TOKENS
+    assert batches(server) - before == steps
 
 
 @pytest.mark.parametrize("aborted", [("J0",), ("J1", "J3"), NAMES[1:]], ids=["leader", "followers", "all"])
-def test_aborts_in_the_queue_leave_the_others_right(server: Server, cold: Any, aborted: tuple[str, ...]) -> None:
+def test_aborts_in_the_queue_leave_the_others_right(
+    server: Server, cold: Any, steps: int, aborted: tuple[str, ...]
+) -> None:
     server.flush()
     before = batches(server)
 
@@ -151,7 +162,7 @@ def test_aborts_in_the_queue_leave_the_others_right(server: Server, cold: Any, a
     for name in aborted:
         assert found[name]["meta_info"]["finish_reason"]["type"] == "abort" and not found[name]["output_ids"]
     assert [found[name]["output_ids"] for name in left] == [cold[name]["output_ids"] for name in left]
-    assert batches(server) - before == NEW_TOKENS
+    assert batches(server) - before == steps
     server.flush()  # which needs an idle server, and that needs every slot accounted for
     assert ask(server, PROMPT, "J1", **BIG)["output_ids"] == cold["J1"]["output_ids"]
 
