@@ -77,7 +77,11 @@ class Server:
         Gives a function that waits until all that was sent so far has: the tokenizer's process is idle again.
         """
         launcher = psutil.Process(self.process.pid)
-        (scheduler,) = [p for p in launcher.children(recursive=True) if "scheduler" in " ".join(p.cmdline())]
+        # The scheduler and the detokenizer: they have titles of their own where SGLang can set them.
+        engine = [
+            p for p in launcher.children() if "sglang::" in (line := " ".join(p.cmdline())) or "spawn_main" in line
+        ]
+        assert len(engine) >= 2
 
         def arrived() -> None:
             used = -1.0
@@ -85,12 +89,14 @@ class Server:
                 used = now
                 time.sleep(1)
 
-        scheduler.suspend()
+        for process in engine:
+            process.suspend()
         try:
             yield arrived
             arrived()
         finally:
-            scheduler.resume()
+            for process in engine:
+                process.resume()
 
 
 @pytest.fixture(scope="session")
