@@ -135,7 +135,7 @@ def measure(system: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             elif system == "ours":
                 bench_heads.give_head(path, model)
         options = engine_options(model, adapters, args.rank, args.tiny)
-        options["max_loras_per_batch"] = most + 1
+        options |= {"max_loras_per_batch": most + 1, "max_total_tokens": 65536}
         engine = (build_engine if system == "ours" else build_stock_engine)(**options)
         try:
             client, tokens = Client(engine), 64 if args.tiny else 1024
