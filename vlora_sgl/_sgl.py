@@ -92,6 +92,7 @@ NAMES: dict[str, str] = {
     "mm_utils": "sglang.srt.managers.mm_utils",
     "chunked_prefill_embedding": "sglang.srt.managers.mm_utils:_get_chunked_prefill_embedding",
     "adjust_embedding_length": "sglang.srt.managers.mm_utils:_adjust_embedding_length",
+    "EmbeddingResult": "sglang.srt.mem_cache.multimodal_cache:EmbeddingResult",
     "MultiModalStaticCache": "sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache",
     # LoRA
     "lora_module": "sglang.srt.lora.lora",

@@ -82,6 +82,8 @@ def test_images_of_one_size_replay_the_encoders_graph(server: Server, reference:
             assert answer["output_ids"] == reference.generate(text, None, image)
     after = graph_state(server)
     assert after["encoder"]["graph_replays"] - before["encoder"].get("graph_replays", 0) >= 8
+    assert after["encoder"]["encoded_ahead"] - before["encoder"]["encoded_ahead"] >= 8
+    assert after["encoder"]["misses"] - before["encoder"]["misses"] == 16, "what is encoded ahead was not there before"
     if after["prefill_graphs"] is not None:
         assert after["prefill_graphs"] - before["prefill_graphs"] == 16
 

@@ -23,11 +23,16 @@ class EncoderCache(_sgl.MultiModalStaticCache):
 
     Args:
         max_size: bytes of embeddings kept; 0 keeps none.
+
+    Attributes:
+        ahead: keys of embeddings whose encoder was started for the batch being formed: its look-ups miss them.
+        started: how many there were.
     """
 
     def __init__(self, max_size: int) -> None:
         super().__init__(max_size)
-        self.hits = self.misses = 0
+        self.hits = self.misses = self.started = 0
+        self.ahead: set[int] = set()
 
     def get(self, mm_hashes: list[int], combined_hash: int | None = None) -> Any:
         """The embedding of a request's items together, or ``None``."""
@@ -35,11 +40,21 @@ class EncoderCache(_sgl.MultiModalStaticCache):
 
     def get_single(self, mm_hash: int) -> Any:
         """The embedding of one image, or ``None``."""
-        return self._count(super().get_single(mm_hash))
+        return self._count(super().get_single(mm_hash), mm_hash in self.ahead)
 
-    def _count(self, found: Any) -> Any:
-        self.hits += found is not None
-        self.misses += found is None
+    def set_ahead(self, mm_hash: int, embedding: Any) -> None:
+        """Keep the embedding of an image that the batch being formed will ask for."""
+        self.started += self.set(mm_hash, embedding)
+        self.ahead.add(mm_hash)
+
+    def knew(self, mm_hash: int) -> bool:
+        """Whether an image was encoded before the batch being formed."""
+        return self.has(mm_hash) and mm_hash not in self.ahead
+
+    def _count(self, found: Any, ahead: bool = False) -> Any:
+        hit = found is not None and not ahead
+        self.hits += hit
+        self.misses += not hit
         return found
 
     def state(self) -> dict[str, int]:
@@ -47,6 +62,7 @@ class EncoderCache(_sgl.MultiModalStaticCache):
         return {
             "hits": self.hits,
             "misses": self.misses,
+            "encoded_ahead": self.started,
             "images": len(self),
             "bytes": self.current_size,
             "capacity_bytes": self.max_size,

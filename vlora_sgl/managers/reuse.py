@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ from vlora_sgl.core import AdapterId
 from vlora_sgl.managers import encoder_cache
 from vlora_sgl.managers.joint_prefill import JointPrefill, can_join
 from vlora_sgl.managers.radix_cache import NEVER, AdapterContent, CacheIdentity, VLoraRadixCache, image_spans
+from vlora_sgl.model_executor.encode_ahead import encode_ahead
 
 WORTH_WAITING = 32
 """Tokens of prefix for which a request waits an iteration; SGLang's own in-batch prefix caching starts there too."""
@@ -23,6 +25,7 @@ class PrefixReuse(Base):
 
     vlora_args: Any
     _computing: dict[Any, Any]
+    _first = False  # whether the next request that is admitted is its batch's first
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,6 +62,8 @@ class PrefixReuse(Base):
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
         """SGLang's, after noting which prefixes are being computed, and counting what the new batch reuses."""
         self._computing = self._publish()
+        self._first = True
+        self.encoder_cache.ahead.clear()
         plan = super().get_new_batch_prefill(running_batch)
         if plan.batch_to_run is not None and self.joint is not None:
             self.joint.fulfil(plan.batch_to_run.reqs)
@@ -124,7 +129,25 @@ class PrefixReuse(Base):
             return False
         if key is not None:
             self._computing.setdefault(key, req)
+        if self._first:
+            self._first = False
+            self._encode_ahead(req)
         return True
+
+    def _encode_ahead(self, req: Any) -> None:
+        """Start the encoder for the first request of a batch; where an adapter changes it, the batch has to."""
+        runner = self.tp_worker.model_runner
+        described = self.lora_manager.described[req.lora_id] if req.lora_id is not None else None
+        changed = described is not None and described.tower is not None
+        if req.multimodal_inputs is None or runner.vision_graphs is None or changed or not self.encoder_cache.max_size:
+            return
+        if isinstance(req.extra_key, CacheIdentity):
+            start = self.tree_cache.matched_length(req.origin_input_ids, req.extra_key)
+            with self.forward_stream_ctx if self.enable_overlap else nullcontext():
+                if self.enable_overlap:
+                    self.forward_stream.wait_stream(self.schedule_stream)
+                items = req.multimodal_inputs.mm_items
+                encode_ahead(runner.model, runner.vision_graphs, self.encoder_cache, items, start)
 
     def _joins(self, req: Any, leader: Any) -> bool:
         """Whether a request may run in the batch that computes its prefix, by a leader admitted to it before.
@@ -145,7 +168,7 @@ class PrefixReuse(Base):
         if isinstance(identity, CacheIdentity) and identity.reuse is None:
             length = len(req.prefix_indices)
             needed = encoder_cache.images_to_encode(req.multimodal_inputs, length)
-            misses = {key for key in needed if not self.encoder_cache.has(key)} - encoding
+            misses = {key for key in needed if not self.encoder_cache.knew(key)} - encoding
             encoding |= misses
             encoder = len(needed) - len(misses), len(misses)
             reuse = self.tree_cache.measure(identity, req.last_node, length, len(req.origin_input_ids), encoder)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class VisionGraphs:
         grids: list[Grid] = list(map(tuple, grid_thw.tolist()))
         parts = x.split([t * h * w for t, h, w in grids])
         unknown = [i for i, grid in enumerate(grids) if grid not in self._graphs]
-        if not unknown and len(grids) <= MAX_TOGETHER:
+        if self.replay(grids):
             return torch.cat([self._replay(grid, part) for grid, part in zip(grids, parts, strict=True)])
         answer = self._eager(x, grid_thw)
         for i in unknown:
@@ -69,6 +70,11 @@ class VisionGraphs:
                 self._capture(grids[i], parts[i], grid_thw[i : i + 1])
                 break
         return answer
+
+    def replay(self, grids: Sequence[Sequence[int]]) -> bool:
+        """Whether images of these grids, encoded together, replay graphs."""
+        known = all(tuple(grid) in self._graphs for grid in grids)
+        return known and len(grids) <= MAX_TOGETHER and sum(t * h * w for t, h, w in grids) <= MAX_PATCHES
 
     def _replay(self, grid: Grid, x: torch.Tensor) -> torch.Tensor:
         self._graphs.move_to_end(grid)

@@ -1,0 +1,45 @@
+"""The image encoder started while a prefill batch is still being formed.
+
+Between the admission of a batch's first request and the batch's launch the host matches, plans and prepares for some
+milliseconds, more the more requests there are, and an idle device waits for it. The first request's images need none
+of that: they are encoded at once, and the batch finds their embeddings in the cache. Only what replays graphs is
+started, which takes the host a fraction of a millisecond; a graph computes the same bits alone as in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vlora_sgl import _sgl
+from vlora_sgl.managers.encoder_cache import EncoderCache
+from vlora_sgl.model_executor.feature_offload import offloader
+from vlora_sgl.model_executor.vision_graphs import VisionGraphs
+
+
+def encode_ahead(model: Any, graphs: VisionGraphs, cache: EncoderCache, items: Sequence[Any], start: int) -> int:
+    """Encode a request's images whose embeddings will be asked for, if all of them replay graphs.
+
+    Args:
+        model: SGLang's, whose encoder ``graphs`` stands in the place of.
+        items: the request's multimodal items.
+        start: position of the first prompt token that is not cached.
+
+    Returns:
+        How many were encoded.
+    """
+    missing = {item.hash: item for item in items if item.offsets and item.offsets[-1][1] >= start}
+    missing = {key: item for key, item in missing.items() if not cache.has(key)}
+    if not missing or not all(item.is_image() and len(item.offsets) == 1 for item in missing.values()):
+        return 0
+    images = list(missing.values())
+    if not graphs.replay([grid for item in images for grid in item.image_grid_thw.tolist()]):
+        return 0
+    with offloader.around_embedding(images):
+        for item in images:
+            item.feature = item.feature.to(model.visual.device, non_blocking=True)
+        embeddings = model.get_image_feature(images)
+    lengths = [last - first + 1 for ((first, last),) in (item.offsets for item in images)]
+    for key, embedding in zip(missing, embeddings.split(lengths), strict=True):
+        cache.set_ahead(key, _sgl.EmbeddingResult(embedding=embedding))
+    return len(images)
