@@ -310,14 +310,14 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     for name in ("punica", "slora"):  # one policy: they differ in their operators, which ours takes the place of
         add(f"vs_{name}_policy", worst("unmerged", lambda key: key[1] == 0.6))
     uniform = {(r["system"], r["adapters"]): r for r in rows if r["workload"] == "uniform"}
-    off = uniform.get(("off", 0))
-    eight, one = uniform.get(("unmerged", 8)), uniform.get(("cost", 1))
+    off, few, many = (uniform.get(case) for case in (("off", 0), ("unmerged", 2), ("unmerged", 64)))
+    # A server with slots for 64 says how flat it is; what 8 cost is asked of one with slots for 8.
+    eight, one = (None if many else uniform.get(case) for case in (("unmerged", 8), ("cost", 1)))
     if off and eight:
         add(f"uniform8.r{eight['rank']}.decode_vs_off", off["decode_step"] / eight["decode_step"], True)
         add("uniform8.prefill_vs_off", off["prefill"] / eight["prefill"], True)
     if off and one:
         add("one_adapter_vs_off", off["decode_step"] / one["decode_step"], True)
-    few, many = uniform.get(("unmerged", 2)), uniform.get(("unmerged", 64))
     if off and few and many:
         # What the bytes of more adapters cost, at the rate at which the base model's are read.
         more = min(64, many["rows"]) - 2
