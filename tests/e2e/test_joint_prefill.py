@@ -17,6 +17,7 @@ from tests.e2e.test_reuse import ask, load, reuse, stats, unload
 from tests.e2e.test_scheduling import change
 from tests.tiny_random import make_adapter
 from vlora_sgl.heads import save_heads
+from vlora_sgl.platforms.cpu import is_plain_cpu
 
 pytestmark = pytest.mark.e2e
 
@@ -144,7 +145,8 @@ def test_one_token_answers_and_logprobs(server: Server, cold: Any, steps: int) -
             [value for value, *_ in answers[key]["meta_info"][f"{field}_token_logprobs"] if value is not None]
             for answers in (found, alone)
         )
-        assert len(one) == len(other) > 0 and one == pytest.approx(other, abs=1e-4)
+        close = 1e-4 if is_plain_cpu() else 5e-3  # a GPU has 16 bits, and another GEMM for more rows
+        assert len(one) == len(other) > 0 and one == pytest.approx(other, abs=close)
     assert batches(server) - before == steps
 
 
