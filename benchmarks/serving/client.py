@@ -106,6 +106,22 @@ class Client:
 
         return self.engine.loop.run_until_complete(run())
 
+    def drain(
+        self, make: Callable[[int], dict[str, Any]], count: int, workers: int, done: Callable[[], Any] = lambda: None
+    ) -> None:
+        """Answer ``count`` requests, the n-th being ``make(n)``, with ``workers`` under way at any time."""
+        numbers = iter(range(count))
+
+        async def work() -> None:
+            for number in numbers:
+                await self._one(make(number), f"drain-{next(self._number)}")
+                done()
+
+        async def run() -> None:
+            await asyncio.gather(*(work() for _ in range(workers)))
+
+        self.engine.loop.run_until_complete(run())
+
     def stream(self, make: Callable[[int], dict[str, Any]], streams: int, seconds: int) -> list[float]:
         """Latencies of streams that send one request a second each, evenly spread, however long answers take."""
 
