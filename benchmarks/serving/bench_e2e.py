@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--skews", nargs="+", type=float, default=[0.1, 0.6, 0.9], help="share of the hottest adapter")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--slots", type=int, help="adapters on the device at once; by default all")
-    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64], help="of the adapters, in turn")
     parser.add_argument("--seconds", type=float, default=60.0, help="length of a trace")
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
@@ -70,7 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.quick:
         args.skews, args.rates, args.seconds, args.together = [0.6], args.rates[1:2] or args.rates, 30.0, 2
     if args.shape == "tiny":
-        args.adapters, args.rank, args.max_batch = min(args.adapters, 4), 8, 8
+        args.adapters, args.ranks, args.max_batch = min(args.adapters, 4), [8], 8
         args.rates, args.seconds = [2.0], 6.0
     args.slots = min(args.slots or args.adapters, args.adapters)
     return args
@@ -148,7 +148,7 @@ def measure(
         "rate": load.rate,
         "adapters": args.adapters,
         "slots": args.slots,
-        "rank": args.rank,
+        "ranks": args.ranks,
         "max_batch": args.max_batch,
         "seconds": args.seconds,
         "seed": args.seed,
@@ -196,7 +196,7 @@ def measure_uniform(server: Server, system: str, adapters: int, args: argparse.N
         "system": system,
         "workload": "uniform",
         "adapters": adapters,
-        "rank": args.rank,
+        "ranks": args.ranks,
         "rows": args.max_batch,
         "decode_step": statistics.median(steps),
         "decode_spread": [min(steps), max(steps)],
@@ -209,7 +209,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows, each as soon as it is measured."""
     with tempfile.TemporaryDirectory() as scratch:
         deployment = make_deployment(
-            Path(scratch), args.out, args.adapters, args.slots, args.rank, args.max_batch, args.shape == "tiny"
+            Path(scratch), args.out, args.adapters, args.slots, args.ranks, args.max_batch, args.shape == "tiny"
         )
         names = list(dict.fromkeys(SYSTEMS[s].server for s in args.systems))
         for first in range(0, len(names), args.together):
@@ -264,6 +264,11 @@ def note(text: str) -> None:
     print(text, flush=True)
 
 
+def ranks_of(row: dict[str, Any]) -> list[int]:
+    """The ranks of a row's adapters; rows of before 2026-11-29 have one, as ``rank``."""
+    return row.get("ranks") or [row["rank"]]
+
+
 def adapter_numbers(rank: int) -> int:
     """Weights of an adapter of the 7B shape, all of which a decode step reads."""
     layer = sum(rank * ((len(p.offsets) - 1) * p.k + p.n) for p in MODELS["qwen2.5-vl-7b"])
@@ -309,7 +314,8 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     add("vs_dlora_policy", worst("dlora", lambda key: key[1] == 0.6))
     for name in ("punica", "slora"):  # one policy: they differ in their operators, which ours takes the place of
         add(f"vs_{name}_policy", worst("unmerged", lambda key: key[1] == 0.6))
-    uniform = {(r["system"], r["adapters"]): r for r in rows if r["workload"] == "uniform"}
+    full = [{**r, "rank": ranks_of(r)[0]} for r in rows if r["workload"] == "uniform" and len(ranks_of(r)) == 1]
+    uniform = {(r["system"], r["adapters"]): r for r in full}
     off, few, many = (uniform.get(case) for case in (("off", 0), ("unmerged", 2), ("unmerged", 64)))
     # A server with slots for 64 says how flat it is; what 8 cost is asked of one with slots for 8.
     eight, one = (None if many else uniform.get(case) for case in (("unmerged", 8), ("cost", 1)))

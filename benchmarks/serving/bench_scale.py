@@ -360,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = args.out or Path(scratch) / "logs"
         adapters = 4 * args.slots if args.parts == ["affinity"] else args.adapters
         slots = args.slots if args.parts == ["affinity"] else adapters
-        deployment = make_deployment(Path(scratch), out, adapters, slots, rank, size.max_batch, args.tiny)
+        deployment = make_deployment(Path(scratch), out, adapters, slots, [rank], size.max_batch, args.tiny)
         speaker = Speaker(deployment.model)
         if "affinity" in args.parts:
             if args.parts != ["affinity"]:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,17 +218,19 @@ def free_port() -> int:
 
 
 def make_deployment(
-    scratch: Path, out: Path, adapters: int, slots: int, rank: int, max_batch: int, tiny: bool
+    scratch: Path, out: Path, adapters: int, slots: int, ranks: Sequence[int], max_batch: int, tiny: bool
 ) -> Deployment:
-    """Write a model and random adapters, each with a classification head, and say how to serve them."""
+    """Write a model and random adapters, of these ranks in turn and with a head each, and say how to serve them."""
     from benchmarks.serving import shape7b
     from vlora_sgl.heads import ClassifyHead, save_heads
 
     model = shape7b.make_model(scratch / "model", tiny)
     text = json.loads((model / "config.json").read_text())
     hidden = text.get("text_config", text)["hidden_size"]
-    paths = shape7b.make_adapters(scratch, model, [f"a{number}" for number in range(adapters)], rank)
+    paths = {}
+    for first, rank in enumerate(ranks):
+        paths |= shape7b.make_adapters(scratch, model, [f"a{n}" for n in range(first, adapters, len(ranks))], rank)
     for path in paths.values():
         save_heads(path, [ClassifyHead("answer", hidden, list("abcdefghij"))])
     out.mkdir(parents=True, exist_ok=True)
-    return Deployment(model, paths, slots, rank, max_batch, tiny, out)
+    return Deployment(model, paths, slots, max(ranks), max_batch, tiny, out)
