@@ -15,17 +15,6 @@ from vlora_sgl.kernels.atmm.kernel import _dot, _load_b, _pick
 
 
 @triton.jit
-def _plain_tile(number, y_ptrs, act_ptrs, row_live, I: tl.constexpr, BN: tl.constexpr):
-    """One column tile of rows without an adapter: the activation alone, which memory bounds."""
-    cols = number * BN + tl.arange(0, BN)
-    live = row_live & (cols < I)[None, :]
-    gate = tl.load(y_ptrs + cols[None, :], mask=live, other=0.0).to(tl.float32)
-    up = tl.load(y_ptrs + (I + cols)[None, :], mask=live, other=0.0).to(tl.float32)
-    act = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(act_ptrs + cols[None, :], act.to(act_ptrs.dtype.element_ty), mask=live)
-
-
-@triton.jit
 def _silu_tile(
     number,
     y_ptrs,
@@ -116,9 +105,12 @@ def grouped_silu_kernel(
     b_ptrs = b + k[None, :]
     first = tl.program_id(0) * RUN
     last = tl.minimum(first + RUN, (I + BN - 1) // BN)
-    if tl.max(words, 0) == 0:  # the base model's rows
+    if tl.max(words, 0) == 0:  # the base model's rows: no pairs, so that memory alone bounds them
         for number in tl.range(first, last, num_stages=STAGES):
-            _plain_tile(number, y_ptrs, act_ptrs, row_live, I, BN)
+            _silu_tile(
+                number, y_ptrs, act_ptrs, b_ptrs, (), (), words, row_live, k, b_slot, b_row,
+                I, R, 0, PAIRS_P, BN, False,
+            )  # fmt: skip
     elif tl.max((words >> 16) % 8, 0) == 0:
         for number in tl.range(first, last, num_stages=STAGES):
             _silu_tile(
