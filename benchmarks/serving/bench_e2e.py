@@ -5,6 +5,7 @@ of others.
     python -m benchmarks.serving.bench_e2e --systems cost vlora unmerged merged dlora csgmv triton --skews .1 .6 .9
     python -m benchmarks.serving.bench_e2e --workload retrieval video --heads   # closed questions: by heads
     python -m benchmarks.serving.bench_e2e --systems cost csgmv off --uniform
+    python -m benchmarks.serving.bench_e2e --shape llava-7b --uniform    # LLaVA-1.5-7B's language model
     python -m benchmarks.serving.bench_e2e --shape tiny --quick          # a check of all of it, on a laptop
 
 Weights are random; latency depends on shapes alone. Every system of a cell gets the same trace, one after the other,
@@ -32,7 +33,7 @@ from textwrap import fill
 from typing import Any
 
 from benchmarks.serving.replay import replay, summarize
-from benchmarks.serving.shape7b import SHAPE_7B
+from benchmarks.serving.shape7b import LLAVA_7B, SHAPE_7B
 from benchmarks.serving.systems import SYSTEMS, Deployment, Server, make_deployment
 from benchmarks.serving.traces import RETRIEVAL, VIDEO, Speaker, Workload, trace, without_adapters
 from benchmarks.summary import SUMMARY, card_name, record
@@ -41,6 +42,9 @@ from vlora_sgl.kernels.tiling_search import MODELS
 WORKLOADS = {"retrieval": RETRIEVAL, "video": VIDEO}
 RESULTS = SUMMARY.parent / "serving"
 UNIFORM_PROMPT, UNIFORM_STEPS = 256, 64
+SHAPES = {"7b": ("qwen2.5-vl-7b", SHAPE_7B), "llava-7b": ("llava-1.5-7b", LLAVA_7B)}
+LLAVA_IMAGE_TOKENS = 576
+"""Of an image, 336 pixels wide, in LLaVA-1.5; as many words stand for it, for its language model sees none."""
 HEAD = "answer"
 
 
@@ -50,7 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["cost", "csgmv"])
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["retrieval"], help="one after the other")
     parser.add_argument("--heads", action="store_true", help="of video, ours answers by a head, the others generate")
-    parser.add_argument("--shape", choices=("7b", "tiny"), default="7b")
+    parser.add_argument("--shape", choices=(*SHAPES, "tiny", "tiny-llava"), default="7b")
     parser.add_argument("--rates", nargs="+", type=float, default=[4.0, 8.0, 12.0], help="requests per second")
     parser.add_argument("--skews", nargs="+", type=float, default=[0.1, 0.6, 0.9], help="share of the hottest adapter")
     parser.add_argument("--adapters", type=int, default=8)
@@ -69,7 +73,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.quick:
         args.skews, args.rates, args.seconds, args.together = [0.6], args.rates[1:2] or args.rates, 30.0, 2
-    if args.shape == "tiny":
+    args.tiny, args.sees = args.shape.startswith("tiny"), "llava" not in args.shape
+    if args.tiny:
         args.adapters, args.ranks, args.max_batch = min(args.adapters, 4), [8], 8
         args.rates, args.seconds = [2.0], 6.0
     args.slots = min(args.slots or args.adapters, args.adapters)
@@ -88,6 +93,11 @@ def by_head(name: str, args: argparse.Namespace) -> bool:
     return args.heads and name == "video"
 
 
+def speaker_of(model: Path, seed: int, args: argparse.Namespace) -> Speaker:
+    """Who speaks to a model of this shape."""
+    return Speaker(model, seed, 0 if args.sees else LLAVA_IMAGE_TOKENS)
+
+
 def requests_of(
     load: Workload, seconds: float, speaker: Speaker, system: str, heads: bool
 ) -> list[tuple[float, dict]]:
@@ -103,13 +113,13 @@ def warm_up(server: Server, systems: Sequence[str], args: argparse.Namespace, mo
     """Load every adapter, and let every batch size and mode compile what it needs, outside of any measurement."""
     names: list[str | None] = [f"a{n}" for n in range(args.adapters)] if server.name != "off" else [None]
     modes = ("unmerged", "mixture", "merged") if server.name == "ours" else ("",)
-    speaker = Speaker(model, seed=999)
+    speaker = speaker_of(model, 999, args)
     for mode in modes:
         server.set({f"vlora_mode:{mode}": 1} if mode else {})
         for size in (1, 2, 4, 8, 16, 32, 64):
             if size <= args.max_batch:
                 adapters = [names[n % len(names)] for n in range(size)]
-                server.generate(batch_body(speaker, adapters, UNIFORM_PROMPT if args.shape == "7b" else 32, 4))
+                server.generate(batch_body(speaker, adapters, 32 if args.tiny else UNIFORM_PROMPT, 4))
     firsts = dict(reversed(list(cells(args))))
     for system, (name, first) in itertools.product(systems, firsts.items()):
         server.set(SYSTEMS[system].settings)
@@ -134,7 +144,7 @@ def measure(
     """One row: a trace of a workload served by one system."""
     server.set(SYSTEMS[system].settings)
     server.flush()
-    due = requests_of(load, args.seconds, Speaker(model, args.seed), system, by_head(name, args))
+    due = requests_of(load, args.seconds, speaker_of(model, args.seed, args), system, by_head(name, args))
     before = server.state().get("batches_by_mode", {})
     switches = switch_counts(server)
     row = summarize(asyncio.run(replay(server.url, due)))
@@ -142,6 +152,7 @@ def measure(
     ran = {mode: count - before[mode] for mode, count in after.items()}
     return {
         "system": system,
+        "shape": args.shape,
         "workload": name,
         "heads": by_head(name, args) and SYSTEMS[system].server == "ours",
         "skew": load.skew,
@@ -179,7 +190,7 @@ def measure_uniform(server: Server, system: str, adapters: int, args: argparse.N
     A step is the difference of two runs over the tokens between them; medians of five, every prompt new.
     """
     server.set(SYSTEMS[system].settings)
-    speaker, prompt = Speaker(model, args.seed), UNIFORM_PROMPT if args.shape == "7b" else 32
+    speaker, prompt = speaker_of(model, args.seed, args), 32 if args.tiny else UNIFORM_PROMPT
     names = [f"a{n % adapters}" if adapters else None for n in range(args.max_batch)]
 
     def seconds(tokens: int) -> float:
@@ -194,6 +205,7 @@ def measure_uniform(server: Server, system: str, adapters: int, args: argparse.N
     steps = [(long - short) / UNIFORM_STEPS for short, long in pairs]
     return {
         "system": system,
+        "shape": args.shape,
         "workload": "uniform",
         "adapters": adapters,
         "ranks": args.ranks,
@@ -209,7 +221,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows, each as soon as it is measured."""
     with tempfile.TemporaryDirectory() as scratch:
         deployment = make_deployment(
-            Path(scratch), args.out, args.adapters, args.slots, args.ranks, args.max_batch, args.shape == "tiny"
+            Path(scratch), args.out, args.adapters, args.slots, args.ranks, args.max_batch, args.tiny, args.sees
         )
         names = list(dict.fromkeys(SYSTEMS[s].server for s in args.systems))
         for first in range(0, len(names), args.together):
@@ -269,16 +281,18 @@ def ranks_of(row: dict[str, Any]) -> list[int]:
     return row.get("ranks") or [row["rank"]]
 
 
-def adapter_numbers(rank: int) -> int:
-    """Weights of an adapter of the 7B shape, all of which a decode step reads."""
-    layer = sum(rank * ((len(p.offsets) - 1) * p.k + p.n) for p in MODELS["qwen2.5-vl-7b"])
-    return layer * SHAPE_7B["num_hidden_layers"]
+def adapter_numbers(rank: int, shape: str = "7b") -> int:
+    """Weights of an adapter of a 7B shape, all of which a decode step reads."""
+    model, sizes = SHAPES[shape]
+    layer = sum(rank * ((len(p.offsets) - 1) * p.k + p.n) for p in MODELS[model])
+    return layer * sizes["num_hidden_layers"]
 
 
-def base_numbers() -> int:
+def base_numbers(shape: str = "7b") -> int:
     """Weights of the base model that a decode step reads."""
-    layer = sum(p.k * p.n for p in MODELS["qwen2.5-vl-7b"])
-    return layer * SHAPE_7B["num_hidden_layers"] + SHAPE_7B["vocab_size"] * SHAPE_7B["hidden_size"]
+    model, sizes = SHAPES[shape]
+    layer = sum(p.k * p.n for p in MODELS[model])
+    return layer * sizes["num_hidden_layers"] + sizes["vocab_size"] * sizes["hidden_size"]
 
 
 Figure = tuple[str, float, bool]
@@ -287,6 +301,8 @@ Figure = tuple[str, float, bool]
 def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     """What the rows say under the names of the project's figures: name, ratio, whether higher is better."""
     found: list[Figure] = []
+    shape = rows[0].get("shape", "7b") if rows else "7b"
+    llava = "llava" in shape
     replayed = [r for r in rows if r["workload"] != "uniform"]
     groups: dict[tuple, dict[str, dict]] = {}
     for r in replayed:
@@ -304,7 +320,7 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
 
     def add(name: str, value: float | None, higher: bool = False) -> None:
         if value is not None:
-            found.append((f"e2e.{name}", value, higher))
+            found.append((f"e2e.{'llava.' * llava}{name}", value, higher))
 
     heads = any(r["heads"] for r in replayed)
     add("retrieval.skew60_vs_sglang", worst("csgmv", lambda key: key[:2] == ("retrieval", 0.6)))
@@ -327,7 +343,7 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     if off and few and many:
         # What the bytes of more adapters cost, at the rate at which the base model's are read.
         more = min(64, many["rows"]) - 2
-        bytes_cost = more * adapter_numbers(many["rank"]) / base_numbers() * off["decode_step"]
+        bytes_cost = more * adapter_numbers(many["rank"], shape) / base_numbers(shape) * off["decode_step"]
         add("flat_2_64", (many["decode_step"] - bytes_cost) / few["decode_step"])
     return found
 
@@ -367,11 +383,16 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def results(args: argparse.Namespace, workload: str, kind: str) -> Path:
+    """Where rows or the plot of a workload go."""
+    return args.out / f"e2e-{'' if args.sees else 'llava-'}{workload}.{kind}"
+
+
 def publish(rows: Sequence[dict[str, Any]], card: str, args: argparse.Namespace) -> None:
     """Draw and record what rows of one card say."""
     for name in args.workload:
         if replayed := [row for row in rows if row["workload"] == name]:
-            plot(replayed, args.out / f"e2e-{name}.png")
+            plot(replayed, results(args, name, "png"))
     for name, value, higher in figures(rows):
         note(f"{name}: {value:.4f}")
         record(name, value, "ratio", higher, card=card, summary=args.summary)
@@ -379,7 +400,7 @@ def publish(rows: Sequence[dict[str, Any]], card: str, args: argparse.Namespace)
 
 def publish_recorded(args: argparse.Namespace) -> None:
     """Publish the rows in ``args.out``, of runs in parts or cut short: those of the card that measured last."""
-    files = [args.out / f"e2e-{name}.jsonl" for name in args.workload]
+    files = [results(args, name, "jsonl") for name in args.workload]
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     card = rows[-1]["card"]
     publish([row for row in rows if row["card"] == card], card, args)
@@ -399,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in run(args):
             note(describe(row))
             name = row["workload"] if row["workload"] in WORKLOADS else args.workload[0]
-            with (args.out / f"e2e-{name}.jsonl").open("a") as file:
+            with results(args, name, "jsonl").open("a") as file:
                 file.write(json.dumps({**row, "card": card, "date": time.strftime("%Y-%m-%d")}) + "\n")
             rows.append(row)
     finally:

@@ -1,7 +1,8 @@
 """Engines for benchmarks without checkpoints: a Qwen2.5-VL of 7B shape with random weights, and random adapters.
 
 The vision tower has its real shape too, so an image costs what it costs. Latency depends on shapes alone; answers of
-these models mean nothing. ``tiny`` runs the same code on a CPU.
+these models mean nothing. ``tiny`` runs the same code on a CPU. Of LLaVA-1.5-7B there is the language model, a Llama:
+SGLang 0.5.17 does not serve its tower from transformers' layout.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ VISION_7B = {
     "fullatt_block_indexes": [7, 15, 23, 31],
     "window_size": 112,
 }
+LLAVA_7B = {
+    "vocab_size": 32064,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 8192,  # its own 4,096 leave little room beside six images of 576 tokens
+}
 MAX_PIXELS = 1024 * 1024
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -61,6 +71,32 @@ def make_model(directory: Path, tiny: bool) -> Path:
     return path
 
 
+def make_language_model(directory: Path, tiny: bool) -> Path:
+    """Write configuration and tokenizer (and, if tiny, weights) of LLaVA-1.5-7B's language model to ``directory``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.tiny_random import VOCABULARY_TEXT
+    from vlora_sgl.models.tiny.build import build_tokenizer
+
+    tokenizer = build_tokenizer(VOCABULARY_TEXT)
+    small = {
+        "vocab_size": (len(tokenizer) + 63) // 64 * 64,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(**{**LLAVA_7B, **(small if tiny else {})}, architectures=["LlamaForCausalLM"])
+    config.dtype = torch.float32 if tiny else torch.bfloat16
+    if tiny:
+        LlamaForCausalLM(config).save_pretrained(directory)
+    else:
+        config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 def allow_large_images(settings: Any) -> None:
     """Raise the pixel limit of an image processor's settings, in place, wherever this release keeps it."""
     if not isinstance(settings, dict):
@@ -79,8 +115,9 @@ def make_adapters(
 
     They differ in one matrix, which makes them different adapters and saves the time to draw the rest.
     """
-    text = json.loads((model / "config.json").read_text())
-    text = text.get("text_config", text)
+    config = json.loads((model / "config.json").read_text())
+    text = config.get("text_config", config)
+    layers = "model.language_model.layers" if text is not config else "model.layers"
     hidden, inner = text["hidden_size"], text["intermediate_size"]
     small = hidden // text["num_attention_heads"] * text["num_key_value_heads"]
     shapes = dict.fromkeys(("q_proj", "o_proj"), (hidden, hidden))
@@ -91,10 +128,10 @@ def make_adapters(
         for name in projections:
             width_in, width_out = shapes[name]
             block = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-            stem = f"base_model.model.model.language_model.layers.{layer}.{block}.{name}"
+            stem = f"base_model.model.{layers}.{layer}.{block}.{name}"
             for part, shape in (("lora_A", (rank, width_in)), ("lora_B", (width_out, rank))):
                 tensors[f"{stem}.{part}.weight"] = (torch.randn(shape) * 0.01).to(torch.bfloat16)
-    config = {
+    adapter = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": 2 * rank,
@@ -108,7 +145,7 @@ def make_adapters(
         directories[name].mkdir(parents=True)
         tensors[first] = torch.randn(tensors[first].shape).mul(0.01).to(torch.bfloat16)
         save_file(tensors, directories[name] / "adapter_model.safetensors")
-        (directories[name] / "adapter_config.json").write_text(json.dumps(config))
+        (directories[name] / "adapter_config.json").write_text(json.dumps(adapter))
     return directories
 
 

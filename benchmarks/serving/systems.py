@@ -63,6 +63,7 @@ class Deployment:
         rank: largest rank.
         max_batch: requests that run at once.
         tiny: a small model, on a CPU if there is no GPU.
+        sees: whether the model takes images.
         out: where logs go.
     """
 
@@ -72,6 +73,7 @@ class Deployment:
     rank: int
     max_batch: int
     tiny: bool
+    sees: bool
     out: Path
 
     def log(self, server: str) -> Path:
@@ -81,11 +83,13 @@ class Deployment:
     def flags(self, server: str) -> list[str]:
         """What SGLang's command line takes, but for the port."""
         flags = ["--model-path", str(self.model), "--max-running-requests", str(self.max_batch)]
-        flags += ["--log-level", "warning", "--enable-multimodal", "--skip-server-warmup"]
+        flags += ["--log-level", "warning", "--skip-server-warmup"]
+        flags += ["--enable-multimodal"] if self.sees else []
         if not self.tiny:
             flags += ["--load-format", "dummy", "--dtype", "bfloat16", "--chunked-prefill-size", "8192"]
         if on_gpu():
-            flags += ["--attention-backend", "triton", "--mm-attention-backend", "triton_attn"]
+            flags += ["--attention-backend", "triton"]
+            flags += ["--mm-attention-backend", "triton_attn"] if self.sees else []
             flags += ["--sampling-backend", "pytorch", "--max-total-tokens", "65536"]
             flags += ["--mem-fraction-static", "0.85" if not self.tiny else "0.3"]
             flags += ["--cuda-graph-bs-decode", *map(str, graph_sizes(self.max_batch))]
@@ -218,13 +222,20 @@ def free_port() -> int:
 
 
 def make_deployment(
-    scratch: Path, out: Path, adapters: int, slots: int, ranks: Sequence[int], max_batch: int, tiny: bool
+    scratch: Path,
+    out: Path,
+    adapters: int,
+    slots: int,
+    ranks: Sequence[int],
+    max_batch: int,
+    tiny: bool,
+    sees: bool = True,
 ) -> Deployment:
     """Write a model and random adapters, of these ranks in turn and with a head each, and say how to serve them."""
     from benchmarks.serving import shape7b
     from vlora_sgl.heads import ClassifyHead, save_heads
 
-    model = shape7b.make_model(scratch / "model", tiny)
+    model = (shape7b.make_model if sees else shape7b.make_language_model)(scratch / "model", tiny)
     text = json.loads((model / "config.json").read_text())
     hidden = text.get("text_config", text)["hidden_size"]
     paths = {}
@@ -233,4 +244,4 @@ def make_deployment(
     for path in paths.values():
         save_heads(path, [ClassifyHead("answer", hidden, list("abcdefghij"))])
     out.mkdir(parents=True, exist_ok=True)
-    return Deployment(model, paths, slots, max(ranks), max_batch, tiny, out)
+    return Deployment(model, paths, slots, max(ranks), max_batch, tiny, sees, out)

@@ -139,15 +139,17 @@ class Speaker:
     Args:
         model: directory with the tokenizer.
         seed: of words and images.
+        spelled: tokens of text that stand for an image, for a model that sees none; 0 for one that does.
     """
 
-    def __init__(self, model: Path, seed: int = 0) -> None:
+    def __init__(self, model: Path, seed: int = 0, spelled: int = 0) -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
         texts = {token: str(tokenizer.decode([token])) for token in set(tokenizer.get_vocab().values())}
         alone = {token: text for token, text in sorted(texts.items()) if text.startswith(" ") and text[1:].isalpha()}
         self.words = {t: text for t, text in alone.items() if tokenizer.encode(text, add_special_tokens=False) == [t]}
+        self._spelled = spelled
         self._random = random.Random(seed)
         self._images = [picture(seed + i) for i in range(IMAGE_POOL)]
 
@@ -157,7 +159,8 @@ class Speaker:
 
     def body(self, arrival: Arrival, images: int, head: str | None = None) -> dict[str, Any]:
         """One request; with a head it is answered by it, in one pass."""
-        words = max(1, arrival.prompt - images * (IMAGE_TOKENS + 2))
+        words = max(1, arrival.prompt - images * (IMAGE_TOKENS + 2)) + images * self._spelled
+        images = 0 if self._spelled else images
         text = "".join(self.words[t] for t in self.ids(words))
         sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_new_tokens": arrival.output}
         if head is not None:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from transformers import AutoConfig
 
 from benchmarks.serving.bench_e2e import adapter_numbers, base_numbers, figures, parse, requests_of
 from benchmarks.serving.replay import Outcome, summarize
+from benchmarks.serving.shape7b import make_adapters, make_language_model
 from benchmarks.serving.systems import SYSTEMS, Deployment
 from benchmarks.serving.traces import IMAGE_TOKENS, RETRIEVAL, VIDEO, Arrival, Speaker, Workload, trace
 from vlora_sgl.models import tiny
@@ -102,7 +105,7 @@ def test_figures_are_the_worst_cells() -> None:
 
 
 def test_command_lines_name_the_system(tmp_path: Path) -> None:
-    deployment = Deployment(tmp_path / "m", {"a0": tmp_path / "a0"}, 1, 64, 32, False, tmp_path)
+    deployment = Deployment(tmp_path / "m", {"a0": tmp_path / "a0"}, 1, 64, 32, False, True, tmp_path)
     ours, stock, off = (deployment.command(name, 1234) for name in ("ours", "csgmv", "off"))
     assert "vlora_sgl.launch_server" in ours and f"a0={tmp_path}/a0" in ours
     assert "benchmarks.serving.stock" in stock and "--lora-backend" in stock
@@ -110,6 +113,35 @@ def test_command_lines_name_the_system(tmp_path: Path) -> None:
     shared = {"--max-running-requests", "--load-format", "--chunked-prefill-size"}
     assert all(shared <= set(command) for command in (ours, stock, off))
     assert {system.server for system in SYSTEMS.values()} == {"ours", "csgmv", "triton", "off"}
+
+
+def test_a_model_that_sees_nothing_is_told_nothing_of_images(tmp_path: Path) -> None:
+    blind = Deployment(tmp_path / "m", {}, 1, 64, 32, True, False, tmp_path)
+    assert not any("multimodal" in flag or "mm-" in flag for flag in blind.flags("ours"))
+    arrival = Arrival(0.0, "a0", prompt=2 * (IMAGE_TOKENS + 2) + 10, output=3)
+    body = Speaker(tiny.path(), 0, spelled=50).body(arrival, 2)
+    assert "image_data" not in body and "<|" not in body["text"]
+    assert len(body["text"].split()) == 10 + 2 * 50
+
+
+def test_the_language_model_of_llava_has_its_shape(tmp_path: Path) -> None:
+    model = make_language_model(tmp_path / "model", tiny=False)
+    config = AutoConfig.from_pretrained(model)
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (4096, 32, 11008)
+    assert not list(model.glob("*.safetensors"))
+    small = make_language_model(tmp_path / "small", tiny=True)
+    adapters = make_adapters(tmp_path, small, ["a0", "a1"], 4)
+    with safe_open(adapters["a1"] / "adapter_model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    assert "base_model.model.model.layers.2.mlp.down_proj.lora_B.weight" in names
+
+
+def test_shapes_have_figures_of_their_own() -> None:
+    rows = [row("cost", 6.0, shape="llava-7b"), row("csgmv", 10.0, shape="llava-7b")]
+    assert {name for name, *_ in figures(rows)} == {
+        "e2e.llava.retrieval.skew60_vs_sglang",
+        "e2e.llava.worst_vs_sglang",
+    }
 
 
 def test_quick_is_one_cell() -> None:
