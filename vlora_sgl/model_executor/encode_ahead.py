@@ -33,7 +33,7 @@ def encode_ahead(model: Any, graphs: VisionGraphs, cache: EncoderCache, items: S
     if not missing or not all(item.is_image() and len(item.offsets) == 1 for item in missing.values()):
         return 0
     images = list(missing.values())
-    if not graphs.replay([grid for item in images for grid in item.image_grid_thw.tolist()]):
+    if not graphs.serves([grid for item in images for grid in item.image_grid_thw.tolist()]):
         return 0
     with offloader.around_embedding(images):
         for item in images:

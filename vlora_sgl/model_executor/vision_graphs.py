@@ -62,7 +62,7 @@ class VisionGraphs:
         grids: list[Grid] = list(map(tuple, grid_thw.tolist()))
         parts = x.split([t * h * w for t, h, w in grids])
         unknown = [i for i, grid in enumerate(grids) if grid not in self._graphs]
-        if self.replay(grids):
+        if self.serves(grids):
             return torch.cat([self._replay(grid, part) for grid, part in zip(grids, parts, strict=True)])
         answer = self._eager(x, grid_thw)
         for i in unknown:
@@ -71,8 +71,8 @@ class VisionGraphs:
                 break
         return answer
 
-    def replay(self, grids: Sequence[Sequence[int]]) -> bool:
-        """Whether images of these grids, encoded together, replay graphs."""
+    def serves(self, grids: Sequence[Sequence[int]]) -> bool:
+        """Whether images of these grids, encoded together, replay their graphs."""
         known = all(tuple(grid) in self._graphs for grid in grids)
         return known and len(grids) <= MAX_TOGETHER and sum(t * h * w for t, h, w in grids) <= MAX_PATCHES
 
