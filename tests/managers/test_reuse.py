@@ -113,6 +113,19 @@ def test_who_shares_a_prefix_joins_its_leader_or_waits(promises, mixes, admitted
     assert made._can_schedule_lora_req(request(image=(4, 4 + WORTH_WAITING, 8)), set()), "another image"
 
 
+def test_the_encoder_is_started_for_the_first_of_a_batch_and_once(monkeypatch):
+    started = []
+    monkeypatch.setattr(PrefixReuse, "_encode_ahead", lambda self, req: started.append(req))
+    made = Scheduler.__new__(Scheduler)
+    made.__dict__.update(tree_cache=Tree(), joint=None, _computing={})
+    refused, second, third = (request(image=(4, 4 + WORTH_WAITING, 8 + n)) for n in range(3))
+    for admitted in ([refused, second], [refused], [third, refused]):  # the first comes again: there was no memory
+        made._first = True
+        assert all(made._can_schedule_lora_req(req, set()) for req in admitted)
+        made._computing.clear()
+    assert started == [refused, third]
+
+
 def test_without_a_joint_prefill_the_others_wait():
     made = Scheduler.__new__(Scheduler)
     made.__dict__.update(tree_cache=Tree(), joint=None, _computing={})

@@ -26,6 +26,7 @@ class PrefixReuse(Base):
     vlora_args: Any
     _computing: dict[Any, Any]
     _first = False  # whether the next request that is admitted is its batch's first
+    _ahead_of: Any = None  # the last request whose images were to be encoded ahead
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -131,7 +132,9 @@ class PrefixReuse(Base):
             self._computing.setdefault(key, req)
         if self._first:
             self._first = False
-            self._encode_ahead(req)
+            if req is not self._ahead_of:  # once: it may be refused for want of memory, and come again every iteration
+                self._ahead_of = req
+                self._encode_ahead(req)
         return True
 
     def _encode_ahead(self, req: Any) -> None:
