@@ -73,6 +73,24 @@ def _pick(words, i, LENGTH: tl.constexpr):
 
 
 @triton.jit
+def _leave_split(acc, own, spot, split, counter, SIZE: tl.constexpr):
+    """Leave a split's sums beside those of its tile's others; how many had come before it."""
+    tl.store(own + split * SIZE + spot, acc)
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel")
+
+
+@triton.jit
+def _sum_splits(own, spot, counter, SIZE: tl.constexpr, SPLIT: tl.constexpr):
+    """All splits' sums, in their order, by the last to come; its counter is zero again."""
+    tl.store(counter, 0)
+    acc = tl.zeros(spot.shape, tl.float32)
+    for s in tl.static_range(SPLIT):
+        acc += tl.load(own + s * SIZE + spot, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit
 def _load_b(b_ptrs, b_slot, word, col_live, k, R: tl.constexpr, CUT: tl.constexpr):
     """B of the slot in ``word`` (place | rank << 16): [BN, RP], zero past its rank, all zero for no slot.
 
@@ -164,14 +182,9 @@ def dense_shrink_kernel(
     if SPLIT > 1:
         spot = rows[:, None] * BN + lane[None, :]
         own = partials + tile.to(tl.int64) * (SPLIT * BM * BN)
-        tl.store(own + split * (BM * BN) + spot, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") != SPLIT - 1:
+        if _leave_split(acc, own, spot, split, counters + tile, BM * BN) != SPLIT - 1:
             return
-        tl.store(counters + tile, 0)
-        acc = tl.zeros((BM, BN), tl.float32)
-        for s in tl.static_range(SPLIT):
-            acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
+        acc = _sum_splits(own, spot, counters + tile, BM * BN, SPLIT)
     slot = tl.load(active + 2 + SLOTS + index)
     gate = tl.load(gates + rows * SLOTS + slot, mask=row_live, other=0.0)
     low = tl.where((gate != 0.0)[:, None], acc * gate[:, None], 0.0)
@@ -276,14 +289,9 @@ def dense_linear_kernel(
     if SPLIT > 1:
         spot = lane[:, None] * BM + rows[None, :]
         own = partials + tile.to(tl.int64) * (SPLIT * BM * BN)
-        tl.store(own + split * (BM * BN) + spot, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") != SPLIT - 1:
+        if _leave_split(acc, own, spot, split, counters + tile, BM * BN) != SPLIT - 1:
             return
-        tl.store(counters + tile, 0)
-        acc = tl.zeros((BN, BM), tl.float32)
-        for s in tl.static_range(SPLIT):
-            acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
+        acc = _sum_splits(own, spot, counters + tile, BM * BN, SPLIT)
     if HAS_BIAS:
         acc += tl.load(bias + cols, mask=cols < end, other=0.0).to(tl.float32)[:, None]
     y_ptrs = y + rows.to(tl.int64)[None, :] * stride_y + cols[:, None]
@@ -431,14 +439,9 @@ def grouped_shrink_kernel(
         spot = lane_m[:, None] * BN + tl.arange(0, BN)[None, :]
         number = t * H_TILES + n_tile
         own = partials + number.to(tl.int64) * (SPLIT * BM * BN)
-        tl.store(own + split * (BM * BN) + spot, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(counters + number, 1, sem="acq_rel") != SPLIT - 1:
+        if _leave_split(acc, own, spot, split, counters + number, BM * BN) != SPLIT - 1:
             return
-        tl.store(counters + number, 0)
-        acc = tl.zeros((BM, BN), tl.float32)
-        for s in tl.static_range(SPLIT):
-            acc += tl.load(own + s * (BM * BN) + spot, cache_modifier=".cg")
+        acc = _sum_splits(own, spot, counters + number, BM * BN, SPLIT)
     wanted = row_live[:, None] & (words != 0)[None, :]
     gate = tl.load(tile_gates + (t * PAIRS + pair)[None, :] * BM + lane_m[:, None], mask=wanted, other=0.0)
     ptrs = h + pair.to(tl.int64)[None, :] * h_pair + rows[:, None] * H + (cols % H)[None, :]
