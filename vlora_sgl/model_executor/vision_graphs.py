@@ -61,13 +61,12 @@ class VisionGraphs:
             return self._eager(x, grid_thw)
         grids: list[Grid] = list(map(tuple, grid_thw.tolist()))
         parts = x.split([t * h * w for t, h, w in grids])
-        unknown = [i for i, grid in enumerate(grids) if grid not in self._graphs]
         if self.serves(grids):
             return torch.cat([self._replay(grid, part) for grid, part in zip(grids, parts, strict=True)])
         answer = self._eager(x, grid_thw)
-        for i in unknown:
-            if self._due(grids[i]):
-                self._capture(grids[i], parts[i], grid_thw[i : i + 1])
+        for i, grid in enumerate(grids):
+            if grid not in self._graphs and self._due(grid):
+                self._capture(grid, parts[i], grid_thw[i : i + 1])
                 break
         return answer
 
