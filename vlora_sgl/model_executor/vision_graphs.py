@@ -72,7 +72,7 @@ class VisionGraphs:
 
     def serves(self, grids: Sequence[Sequence[int]]) -> bool:
         """Whether images of these grids, encoded together, replay their graphs."""
-        known = all(tuple(grid) in self._graphs for grid in grids)
+        known = self.limit > 0 and all(tuple(grid) in self._graphs for grid in grids)
         return known and len(grids) <= MAX_TOGETHER and sum(t * h * w for t, h, w in grids) <= MAX_PATCHES
 
     def _replay(self, grid: Grid, x: torch.Tensor) -> torch.Tensor:
