@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,10 @@ class Server:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
-        """Stop the scheduler until all that the block sends (in threads) has reached it; it then finds it at once.
+        """Stop the scheduler until all that the block sends (in threads) has reached it.
+
+        It then finds it at once, unless its main thread wakes before the one that reads the socket: see
+        ``queued_together``.
 
         Gives a function that waits until all that was sent so far has: the tokenizer's process is idle again.
         """
@@ -97,6 +100,13 @@ class Server:
         finally:
             for process in engine:
                 process.resume()
+
+
+def queued_together(answers: Iterable[Any]) -> bool:
+    """Whether each request was in the queue before one of them left it. Needs a server with ``--enable-metrics``."""
+    times = [meta for answer in answers if "forward_entry_time" in (meta := answer["meta_info"])]
+    left = min(meta["forward_entry_time"] for meta in times)
+    return all(meta["forward_entry_time"] - meta["queue_time"] <= left for meta in times)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.conftest import Server, TinyModel, serve
+from tests.conftest import Server, TinyModel, queued_together, serve
 from tests.e2e.reference import question
 from tests.e2e.test_reuse import ask, load, reuse, stats, unload
 from tests.e2e.test_scheduling import change
@@ -25,6 +25,7 @@ NAMES = (None, "J0", "J1", "J2", "J3")
 PROMPT = question("Describe the image in one word.")
 BIG: Any = {"size": (224, 168)}
 IMAGE_TOKENS, CHUNK = 48, 48
+TRIES = 5
 
 
 def load_activated(server: Server, root: Path) -> None:
@@ -48,25 +49,50 @@ def ids(answers: Mapping[str | None, Any]) -> dict[str | None, list[int]]:
     return {name: answer["output_ids"] for name, answer in answers.items()}
 
 
-def together(server: Server, asked: Mapping[Any, Mapping[str, Any]], abort: Sequence[str] = ()) -> dict[Any, Any]:
-    """Answers to requests that the scheduler finds in its queue at once.
+def ask_big(server: Server, **request: Any) -> Any:
+    return ask(server, PROMPT, **BIG, **request)
+
+
+def together(
+    server: Server,
+    asked: Mapping[Any, Mapping[str, Any]],
+    abort: Sequence[str] = (),
+    before: Callable[[], Any] = lambda: None,
+    send: Callable[..., Any] = ask_big,
+) -> tuple[dict[Any, Any], int, int]:
+    """Answers to requests that an idle scheduler with an empty cache finds in its queue at once.
 
     Args:
-        asked: what ``ask`` takes beside the prompt, by any key.
+        asked: what ``send`` takes beside the server, by any key.
         abort: ids of requests that are aborted before the scheduler sees them.
+        before: what puts something in the cache first.
+        send: what asks for an answer.
+
+    Returns:
+        The answers; the batches that ran for them; the images that were looked up in the encoder's cache.
     """
-    with ThreadPoolExecutor(len(asked)) as pool:
-        with server.held() as arrived:
-            answers = {key: pool.submit(ask, server, PROMPT, **BIG, **request) for key, request in asked.items()}
-            if abort:
-                arrived()
-            for rid in abort:
-                requests.post(f"{server.url}/abort_request", json={"rid": rid}, timeout=30)
-        return {key: answer.result() for key, answer in answers.items()}
+    for _ in range(TRIES):
+        server.flush()
+        before()
+        batches, images = counts(server)
+        with ThreadPoolExecutor(len(asked)) as pool:
+            with server.held() as arrived:
+                answers = {key: pool.submit(send, server, **request) for key, request in asked.items()}
+                if abort:
+                    arrived()
+                for rid in abort:
+                    requests.post(f"{server.url}/abort_request", json={"rid": rid}, timeout=30)
+            found = {key: answer.result() for key, answer in answers.items()}
+        if queued_together(found.values()):
+            after = counts(server)
+            return found, after[0] - batches, after[1] - images
+    pytest.fail(f"in {TRIES} tries the scheduler never found them at once")
 
 
-def batches(server: Server) -> int:
-    return int(sum(stats(server)["batches_by_mode"].values()))
+def counts(server: Server) -> tuple[int, int]:
+    """Batches so far, and images looked up in the encoder's cache."""
+    now = stats(server)
+    return sum(now["batches_by_mode"].values()), now["encoder"]["hits"] + now["encoder"]["misses"]
 
 
 @pytest.fixture(scope="module")
@@ -84,26 +110,23 @@ def cold(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 def steps(server: Server, cold: Any) -> int:
     """Batches of one cold request alone: its prefill and its decode steps, one past its end where they overlap."""
     server.flush()
-    before = batches(server)
+    before, _ = counts(server)
     ask(server, PROMPT, **BIG)
-    return batches(server) - before
+    return counts(server)[0] - before
 
 
 @pytest.mark.parametrize("mode", ["auto", "unmerged", "merged", "mixture"])
 def test_they_are_one_prefill_with_the_answers_of_cold_runs(server: Server, cold: Any, steps: int, mode: str) -> None:
-    server.flush()
-    before, encoder = batches(server), stats(server)["encoder"]
     assert change(server, **{f"vlora_mode:{mode}": 1})
     try:
-        found = together(server, {name: {"name": name} for name in NAMES})
+        found, batches, images = together(server, {name: {"name": name} for name in NAMES})
     finally:
         assert change(server, **{"vlora_mode:auto": 1})
     assert ids(found) == ids(cold)
-    assert batches(server) - before == steps, "one prefill, and the decode steps of one"
+    assert batches == steps, "one prefill, and the decode steps of one"
     assert sorted(reuse(a)["cached_image_tokens"] for a in found.values()) == [0, *[IMAGE_TOKENS] * 4]
     assert sum(reuse(a)["shared_tokens"] > 0 for a in found.values()) == 4
-    after = stats(server)["encoder"]
-    assert sum(after[key] - encoder[key] for key in ("hits", "misses")) == 1, "who needs the image's embedding"
+    assert images == 1, "who needs the image's embedding"
     again = ask(server, PROMPT, "J2", **BIG)
     assert again["output_ids"] == cold["J2"]["output_ids"] and reuse(again)["cached_image_tokens"] == IMAGE_TOKENS
 
@@ -114,12 +137,14 @@ def test_two_new_images_are_one_prefill(server: Server, cold: Any, steps: int) -
     for key, request in asked.items():
         server.flush()
         alone[key] = ask(server, PROMPT, **BIG, **request)["output_ids"]
-    server.flush()
-    ask(server, PROMPT, **BIG)  # the words before the image are in the cache, as they mostly are
-    before = batches(server)
-    found = together(server, asked)
+
+    def words() -> None:
+        """The words before the image are in the cache, as they mostly are."""
+        ask(server, PROMPT, **BIG)
+
+    found, batches, _ = together(server, asked, before=words)
     assert {key: answer["output_ids"] for key, answer in found.items()} == alone
-    assert batches(server) - before == steps
+    assert batches == steps
     assert sorted(reuse(a)["cached_image_tokens"] for a in found.values()) == [0, 0, IMAGE_TOKENS, IMAGE_TOKENS]
 
 
@@ -136,9 +161,7 @@ def test_one_token_answers_and_logprobs(server: Server, cold: Any, steps: int) -
     for key, request in asked.items():
         server.flush()
         alone[key] = ask(server, PROMPT, **BIG, **request)
-    server.flush()
-    before = batches(server)
-    found = together(server, asked)
+    found, batches, _ = together(server, asked)
     assert ids(found) == ids(alone)
     for key, field in (("follower", "output"), ("prompt", "output"), ("prompt", "input")):
         one, other = (
@@ -147,24 +170,21 @@ def test_one_token_answers_and_logprobs(server: Server, cold: Any, steps: int) -
         )
         close = 1e-4 if is_plain_cpu() else 5e-3  # a GPU has 16 bits, and another GEMM for more rows
         assert len(one) == len(other) > 0 and one == pytest.approx(other, abs=close)
-    assert batches(server) - before == steps
+    assert batches == steps
 
 
 @pytest.mark.parametrize("aborted", [("J0",), ("J1", "J3"), NAMES[1:]], ids=["leader", "followers", "all"])
 def test_aborts_in_the_queue_leave_the_others_right(
     server: Server, cold: Any, steps: int, aborted: tuple[str, ...]
 ) -> None:
-    server.flush()
-    before = batches(server)
-
     # J0 comes first, so it would lead.
     asked = {name: {"name": name, "rid": f"joint-{name}"} for name in (*NAMES[1:], None)}
-    found = together(server, asked, abort=[f"joint-{name}" for name in aborted])
+    found, batches, _ = together(server, asked, abort=[f"joint-{name}" for name in aborted])
     left = [name for name in NAMES if name not in aborted]
     for name in aborted:
         assert found[name]["meta_info"]["finish_reason"]["type"] == "abort" and not found[name]["output_ids"]
     assert [found[name]["output_ids"] for name in left] == [cold[name]["output_ids"] for name in left]
-    assert batches(server) - before == steps
+    assert batches == steps
     server.flush()  # which needs an idle server, and that needs every slot accounted for
     assert ask(server, PROMPT, "J1", **BIG)["output_ids"] == cold["J1"]["output_ids"]
 
@@ -176,14 +196,14 @@ def test_small_chunks_and_a_full_cache(tiny_model: TinyModel, tmp_path: Path, mo
     monkeypatch.setenv("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
     iterations = tmp_path / "iterations.jsonl"
     flags = ["--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "256", "--adapter-root", str(tmp_path)]
-    flags += ["--vlora-iteration-log", str(iterations), "--max-loras-per-batch", "7"]
+    flags += ["--vlora-iteration-log", str(iterations), "--max-loras-per-batch", "7", "--enable-metrics"]
     long = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
     with serve(tiny_model, tmp_path / "log.txt", *flags) as server:
         load_activated(server, tmp_path)
         cold = cold_answers(server, sampling_params=long)
         prompt = reuse(cold[None])["prompt_tokens"]
         for _ in range(3):
-            found = together(server, {name: {"name": name, "sampling_params": long} for name in NAMES})
+            found, *_ = together(server, {name: {"name": name, "sampling_params": long} for name in NAMES})
             assert ids(found) == ids(cold)
             shared = max(reuse(answer)["cached_tokens"] for answer in found.values())
             server.flush()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests.conftest import Server
-from tests.e2e.test_joint_prefill import batches
+from tests.e2e.test_joint_prefill import together
 from tests.e2e.test_serving import encoded, picture, prompt
 from tests.reference import Reference
 from vlora_sgl.mixes.peft import TokenMix
@@ -97,13 +96,9 @@ def test_who_shares_a_mixs_prefix_runs_behind_it(server: Server, mixes: dict[str
     """The router adds to what the prefix's tokens voted, which no row of the same batch can know."""
     shown = {"image_data": encoded(PICTURE.resize((224, 224))), "lora_path": "by-prefix"}  # a prefix worth waiting for
     texts = [TEXT, prompt("Is there a dog?", image=True)]
-    server.flush()
-    before = batches(server)
-    with ThreadPoolExecutor(2) as pool:
-        with server.held():
-            answers = [pool.submit(server.generate, text=text, **shown) for text in texts]
-        found = [answer.result() for answer in answers]
-    assert batches(server) - before == 16 + 1, "two prefills, and a decode step for each further token"
+    answers, batches, _ = together(server, {text: {"text": text, **shown} for text in texts}, send=Server.generate)
+    found = [answers[text] for text in texts]
+    assert batches == 16 + 1, "two prefills, and a decode step for each further token"
     assert sorted(answer["meta_info"]["vlora_reuse"]["cached_image_tokens"] > 0 for answer in found) == [False, True]
     for text, answer in zip(texts, found, strict=True):  # afterwards, so that no slot held the right votes before
         server.flush()
