@@ -103,7 +103,10 @@ class Server:
 
 
 def queued_together(answers: Iterable[Any]) -> bool:
-    """Whether each request was in the queue before one of them left it. Needs a server with ``--enable-metrics``."""
+    """Whether each request was in the queue before one of them left it; none may have been retracted to it since.
+
+    Needs a server with ``--enable-metrics``.
+    """
     times = [meta for answer in answers if "forward_entry_time" in (meta := answer["meta_info"])]
     left = min(meta["forward_entry_time"] for meta in times)
     return all(meta["forward_entry_time"] - meta["queue_time"] <= left for meta in times)

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.e2e
 
 NAMES = (None, "J0", "J1", "J2", "J3")
 PROMPT = question("Describe the image in one word.")
-BIG: Any = {"size": (224, 168)}
 IMAGE_TOKENS, CHUNK = 48, 48
 TRIES = 5
 
@@ -35,22 +34,23 @@ def load_activated(server: Server, root: Path) -> None:
         load(server, name, root / name)
 
 
+def ask_big(server: Server, **request: Any) -> Any:
+    """What ``ask`` gives for this module's prompt, about an image whose prefix is worth sharing."""
+    return ask(server, PROMPT, size=(224, 168), **request)
+
+
 def cold_answers(server: Server, names: Sequence[str | None] = NAMES, **more: Any) -> dict[str | None, Any]:
     """Each name's answer when nothing is in the cache."""
     cold = {}
     for name in names:
         server.flush()
-        cold[name] = ask(server, PROMPT, name, **BIG, **more)
+        cold[name] = ask_big(server, name=name, **more)
     server.flush()
     return cold
 
 
 def ids(answers: Mapping[str | None, Any]) -> dict[str | None, list[int]]:
     return {name: answer["output_ids"] for name, answer in answers.items()}
-
-
-def ask_big(server: Server, **request: Any) -> Any:
-    return ask(server, PROMPT, **BIG, **request)
 
 
 def together(
@@ -111,7 +111,7 @@ def steps(server: Server, cold: Any) -> int:
     """Batches of one cold request alone: its prefill and its decode steps, one past its end where they overlap."""
     server.flush()
     before, _ = counts(server)
-    ask(server, PROMPT, **BIG)
+    ask_big(server)
     return counts(server)[0] - before
 
 
@@ -127,7 +127,7 @@ def test_they_are_one_prefill_with_the_answers_of_cold_runs(server: Server, cold
     assert sorted(reuse(a)["cached_image_tokens"] for a in found.values()) == [0, *[IMAGE_TOKENS] * 4]
     assert sum(reuse(a)["shared_tokens"] > 0 for a in found.values()) == 4
     assert images == 1, "who needs the image's embedding"
-    again = ask(server, PROMPT, "J2", **BIG)
+    again = ask_big(server, name="J2")
     assert again["output_ids"] == cold["J2"]["output_ids"] and reuse(again)["cached_image_tokens"] == IMAGE_TOKENS
 
 
@@ -136,13 +136,9 @@ def test_two_new_images_are_one_prefill(server: Server, cold: Any, steps: int) -
     alone = {}
     for key, request in asked.items():
         server.flush()
-        alone[key] = ask(server, PROMPT, **BIG, **request)["output_ids"]
-
-    def words() -> None:
-        """The words before the image are in the cache, as they mostly are."""
-        ask(server, PROMPT, **BIG)
-
-    found, batches, _ = together(server, asked, before=words)
+        alone[key] = ask_big(server, **request)["output_ids"]
+    # The words before the image are in the cache, as they mostly are.
+    found, batches, _ = together(server, asked, before=lambda: ask_big(server))
     assert {key: answer["output_ids"] for key, answer in found.items()} == alone
     assert batches == steps
     assert sorted(reuse(a)["cached_image_tokens"] for a in found.values()) == [0, 0, IMAGE_TOKENS, IMAGE_TOKENS]
@@ -160,7 +156,7 @@ def test_one_token_answers_and_logprobs(server: Server, cold: Any, steps: int) -
     alone = {}
     for key, request in asked.items():
         server.flush()
-        alone[key] = ask(server, PROMPT, **BIG, **request)
+        alone[key] = ask_big(server, **request)
     found, batches, _ = together(server, asked)
     assert ids(found) == ids(alone)
     for key, field in (("follower", "output"), ("prompt", "output"), ("prompt", "input")):
@@ -186,7 +182,7 @@ def test_aborts_in_the_queue_leave_the_others_right(
     assert [found[name]["output_ids"] for name in left] == [cold[name]["output_ids"] for name in left]
     assert batches == steps
     server.flush()  # which needs an idle server, and that needs every slot accounted for
-    assert ask(server, PROMPT, "J1", **BIG)["output_ids"] == cold["J1"]["output_ids"]
+    assert ask_big(server, name="J1")["output_ids"] == cold["J1"]["output_ids"]
 
 
 @pytest.mark.slow
@@ -206,7 +202,7 @@ def test_small_chunks_and_a_full_cache(tiny_model: TinyModel, tmp_path: Path, mo
             found, *_ = together(server, {name: {"name": name, "sampling_params": long} for name in NAMES})
             assert ids(found) == ids(cold)
             shared = max(reuse(answer)["cached_tokens"] for answer in found.values())
-            server.flush()
+        server.flush()  # which needs an idle server, and that needs every slot accounted for
         groups = [set(row["groups"].values()) for row in map(json.loads, iterations.open()) if row.get("prefill")]
         assert any({prompt - CHUNK, prompt - shared} <= tokens for tokens in groups), (
             "a leader's last chunk, a follower"
