@@ -52,6 +52,23 @@ def test_look_ups_are_counted_and_the_oldest_leave() -> None:
     assert cache.state() == {"hits": 1, "misses": 5, "encoded_ahead": 0, **kept}
 
 
+def test_what_was_encoded_ahead_is_a_miss_to_the_first_that_asks() -> None:
+    cache = EncoderCache(100)
+    cache.set_ahead(1, embedding(40))
+    assert cache.has(1) and not cache.knew(1)
+    assert cache.get_single(1) is not None and (cache.hits, cache.misses) == (0, 1)
+    assert cache.knew(1) and cache.get_single(1) is not None and (cache.hits, cache.misses) == (1, 1)
+
+
+def test_what_left_before_anybody_asked_is_forgotten() -> None:
+    cache = EncoderCache(100)
+    for number in range(4):
+        cache.set_ahead(number, embedding(40))
+    assert cache.ahead <= {1, 2, 3} and cache.get_single(0) is None and not cache.knew(0)
+    cache.set(0, embedding(40))
+    assert cache.knew(0), "encoded by the batch that asked"
+
+
 def embedding(size: int) -> Any:
     from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 

@@ -25,7 +25,8 @@ class EncoderCache(_sgl.MultiModalStaticCache):
         max_size: bytes of embeddings kept; 0 keeps none.
 
     Attributes:
-        ahead: keys of embeddings whose encoder was started for the batch being formed: its look-ups miss them.
+        ahead: keys of embeddings whose encoder was started before a batch asked for them: the first look-up of each
+            is a miss, whichever batch it comes from.
         started: how many there were.
     """
 
@@ -40,15 +41,18 @@ class EncoderCache(_sgl.MultiModalStaticCache):
 
     def get_single(self, mm_hash: int) -> Any:
         """The embedding of one image, or ``None``."""
-        return self._count(super().get_single(mm_hash), mm_hash in self.ahead)
+        ahead = mm_hash in self.ahead
+        self.ahead.discard(mm_hash)
+        return self._count(super().get_single(mm_hash), ahead)
 
     def set_ahead(self, mm_hash: int, embedding: Any) -> None:
-        """Keep the embedding of an image that the batch being formed will ask for."""
+        """Keep the embedding of an image that a batch is going to ask for."""
+        self.ahead.intersection_update(self.mm_cache)  # those of aborted requests are forgotten with their embeddings
         self.started += self.set(mm_hash, embedding)
         self.ahead.add(mm_hash)
 
     def knew(self, mm_hash: int) -> bool:
-        """Whether an image was encoded before the batch being formed."""
+        """Whether an image was encoded, and not for the batch being formed."""
         return self.has(mm_hash) and mm_hash not in self.ahead
 
     def _count(self, found: Any, ahead: bool = False) -> Any:

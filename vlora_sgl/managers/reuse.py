@@ -59,12 +59,19 @@ class PrefixReuse(Base):
             if getattr(req.extra_key, "fork", 0) == NEVER:
                 req.lora_id = None  # its adapter is never invoked: a request of the base model, in every respect
         super()._add_request_to_queue(req, is_retracted)
+        # Where it starts nothing, the admission looks again: by then a head may want what is cached computed anew.
+        if not is_retracted and self._comes_alone(req) and self._encode_ahead(req):
+            self._ahead_of = req
+
+    def _comes_alone(self, req: Any) -> bool:
+        """Whether nothing runs or is in flight, and the queue holds this request alone; SGLang may have refused it."""
+        idle = self.running_batch.is_empty() and self.last_batch is None and self.chunked_req is None
+        return idle and not self._engine_paused and self.waiting_queue == [req]
 
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
         """SGLang's, after noting which prefixes are being computed, and counting what the new batch reuses."""
         self._computing = self._publish()
         self._first = True
-        self.encoder_cache.ahead.clear()
         plan = super().get_new_batch_prefill(running_batch)
         if plan.batch_to_run is not None and self.joint is not None:
             self.joint.fulfil(plan.batch_to_run.reqs)
@@ -137,20 +144,25 @@ class PrefixReuse(Base):
                 self._encode_ahead(req)
         return True
 
-    def _encode_ahead(self, req: Any) -> None:
-        """Start the encoder for the first request of a batch; where an adapter changes it, the batch has to."""
+    def _encode_ahead(self, req: Any) -> int:
+        """Start the encoder for a request before its batch is formed; where an adapter changes it, the batch has to.
+
+        Returns:
+            How many images were started.
+        """
         runner = self.tp_worker.model_runner
         described = self.lora_manager.described[req.lora_id] if req.lora_id is not None else None
         changed = described is not None and described.tower is not None
         if req.multimodal_inputs is None or runner.vision_graphs is None or changed or not self.encoder_cache.max_size:
-            return
-        if isinstance(req.extra_key, CacheIdentity):
-            start = self.tree_cache.matched_length(req.origin_input_ids, req.extra_key)
-            with self.forward_stream_ctx if self.enable_overlap else nullcontext():
-                if self.enable_overlap:
-                    self.forward_stream.wait_stream(self.schedule_stream)
-                items = req.multimodal_inputs.mm_items
-                encode_ahead(runner.model, runner.vision_graphs, self.encoder_cache, items, start)
+            return 0
+        if not isinstance(req.extra_key, CacheIdentity):
+            return 0
+        start = self.tree_cache.matched_length(req.origin_input_ids, req.extra_key)
+        with self.forward_stream_ctx if self.enable_overlap else nullcontext():
+            if self.enable_overlap:
+                self.forward_stream.wait_stream(self.schedule_stream)
+            items = req.multimodal_inputs.mm_items
+            return encode_ahead(runner.model, runner.vision_graphs, self.encoder_cache, items, start)
 
     def _joins(self, req: Any, leader: Any) -> bool:
         """Whether a request may run in the batch that computes its prefix, by a leader admitted to it before.

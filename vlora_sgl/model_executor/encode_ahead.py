@@ -1,9 +1,11 @@
-"""The image encoder started while a prefill batch is still being formed.
+"""The image encoder started before a prefill batch is formed, or while it is.
 
 Between the admission of a batch's first request and the batch's launch the host matches, plans and prepares for some
 milliseconds, more the more requests there are, and an idle device waits for it. The first request's images need none
-of that: they are encoded at once, and the batch finds their embeddings in the cache. Only what replays graphs is
-started, which takes the host a fraction of a millisecond; a graph computes the same bits alone as in the batch.
+of that: they are encoded at once, and the batch finds their embeddings in the cache. Of requests that come together to
+a scheduler with nothing to do, the first is not even admitted before all have been read: its images are encoded when
+it enters the queue. With anything running that would only delay what runs. Only what replays graphs is started, which
+takes the host a fraction of a millisecond; a graph computes the same bits alone as in the batch.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ def encode_ahead(model: Any, graphs: VisionGraphs, cache: EncoderCache, items: S
     """
     missing = {item.hash: item for item in items if item.offsets and item.offsets[-1][1] >= start}
     missing = {key: item for key, item in missing.items() if not cache.has(key)}
-    if not missing or not all(item.is_image() and len(item.offsets) == 1 for item in missing.values()):
-        return 0
     images = list(missing.values())
+    # No feature: the caller brought the embedding.
+    if not images or not all(i.is_image() and len(i.offsets) == 1 and i.feature is not None for i in images):
+        return 0
     if not graphs.serves([grid for item in images for grid in item.image_grid_thw.tolist()]):
         return 0
     with offloader.around_embedding(images):
