@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 
 import torch
 import triton
+import triton.language as tl
 
 HOPPER_SHARED = 227 << 10
+ARRIVALS = 1 << 16
 
 
 @lru_cache
@@ -26,3 +29,25 @@ def shared_memory(device: torch.device) -> int:
 def is_hopper(device: torch.device) -> bool:
     """Whether it is a GPU of compute capability 9.0 or more: programmatic dependent launch, bulk prefetch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@lru_cache
+def arrivals(device: torch.device, user: Hashable) -> torch.Tensor:
+    """Counters of programs that are through, int32 [65536]: zero between launches.
+
+    Two streams, or two launches that overlap, must not share them: each ``user`` has its own.
+    """
+    return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
+
+
+def early(pdl: bool) -> dict[str, bool]:
+    """The option of a launch that starts before the one before it is through."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+@triton.jit
+def to_l2(pointers):  # type: ignore[no-untyped-def]
+    """Ask for the cache lines behind ``pointers``; safe before ``gdc_wait``, for L2 is coherent."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from vlora_sgl import _sgl
 from vlora_sgl.lora.warmup import compile_prefills
 from vlora_sgl.managers import encoder_cache
-from vlora_sgl.model_executor import attention_tiles, vision_graphs, vision_layers
+from vlora_sgl.model_executor import attention_tiles, decode_layers, vision_graphs, vision_layers
 from vlora_sgl.model_executor.embedding_count import EMBEDS_ONLY, leave_out_cached_images
 from vlora_sgl.server_args import VLoraArgs
 
@@ -56,6 +56,7 @@ class VLoraModelRunner(_sgl.ModelRunner):
             slots = self.max_total_num_tokens + self.page_size  # SGLang pads its KV cache by a page
             manager.bind_pools(self.req_to_token_pool.req_to_token, slots)
         attention_tiles.install()
+        decode_layers.install(self)
         if (encoder := vision_graphs.known_encoder(self.model)) is not None:
             vision_layers.install(encoder)
         limit = VLoraArgs.from_environment().vision_graphs

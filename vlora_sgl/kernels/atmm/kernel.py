@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from vlora_sgl.kernels.devices import to_l2
+
 
 @triton.jit
 def _locate(t, BN: tl.constexpr, O1: tl.constexpr, O2: tl.constexpr, O3: tl.constexpr, O4: tl.constexpr):
@@ -56,14 +58,6 @@ def _locate(t, BN: tl.constexpr, O1: tl.constexpr, O2: tl.constexpr, O3: tl.cons
 def _dot(left, right, acc):
     """float32 accumulation; float32 operands are multiplied as such, not rounded to tf32."""
     return tl.dot(left, right, acc, input_precision="ieee")
-
-
-@triton.jit
-def _to_l2(pointers):
-    """Ask for the cache lines behind ``pointers``; safe before ``gdc_wait``, for L2 is coherent."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -163,7 +157,7 @@ def dense_shrink_kernel(
         # The weights do not depend on the launch before: fetch the first steps' while it finishes.
         LINES: tl.constexpr = max(1, min(SPAN, 2) * BK // 64)
         near = tl.minimum(first * BK + tl.arange(0, LINES) * 64, K - 1)
-        _to_l2(tl.where(col_live, a_ptrs, a)[:, None] + near[None, :])
+        to_l2(tl.where(col_live, a_ptrs, a)[:, None] + near[None, :])
         gdc_wait()
         gdc_launch_dependents()
     x_ptrs = x + rows.to(tl.int64) * stride_x
@@ -255,7 +249,7 @@ def dense_linear_kernel(
         starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
         starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
         for i in range(split, n_active, SPLIT):
-            _to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
+            to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
     STEPS: tl.constexpr = (K + BK - 1) // BK
     SPAN: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     first = split * SPAN
@@ -340,7 +334,7 @@ def dense_expand_kernel(
         starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
         starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
         for i in range(n_active):
-            _to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
+            to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
         # No gdc_launch_dependents: programs of the next launch that come while some of ours still hold shared memory
         # would crowd on the multiprocessors that are through, and stay there.
         gdc_wait()

@@ -14,19 +14,11 @@ import triton
 
 from vlora_sgl.kernels.atmm import activation, kernel
 from vlora_sgl.kernels.atmm.routing import Routing
-from vlora_sgl.kernels.devices import is_hopper, shared_memory
+from vlora_sgl.kernels.devices import ARRIVALS, arrivals, early, is_hopper, shared_memory
 from vlora_sgl.kernels.tiling import Tile
 
 MAX_PARTS = 4
-_COUNTERS = 1 << 16
 _SHARED = 160 << 10  # bytes that the pipeline of an expand may fill
-
-
-@lru_cache
-def _counters(device: torch.device, turn: int = 0) -> torch.Tensor:
-    """Arrival counters of a device; zero between launches. Two streams, or two launches that overlap (``turn``), must
-    not share them."""
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
 def _bounds(offsets: Sequence[int]) -> tuple[int, int, int, int]:
@@ -64,11 +56,6 @@ def _stages(tile: Tile, block_m: int, rp: int, pairs: int, x: torch.Tensor) -> i
     """The pipeline depth of an expand, or what of it fits."""
     step = (tile.block_n + block_m) * rp * pairs * x.itemsize
     return max(1, min(tile.stages, min(_SHARED, shared_memory(x.device)) // step))
-
-
-def _early(pdl: bool) -> dict[str, bool]:
-    """The option of a launch that starts before the one before it is through."""
-    return {"launch_pdl": True} if pdl else {}
 
 
 def _run(function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -130,10 +117,10 @@ def dense(
     shrink = fitting(shrink, block_m, x.itemsize, shared)
     tiles = slots * -(-parts * rp // shrink.block_n)
     h = torch.empty((m, slots * parts * rp), dtype=x.dtype, device=x.device)
-    extra = _early(pdl)
+    extra = early(pdl)
     _run(
         kernel.dense_shrink_kernel, (tiles * shrink.split_k,),
-        x, a, h, routing.gates, routing.active, _partials(x, tiles, shrink, block_m), _counters(x.device),
+        x, a, h, routing.gates, routing.active, _partials(x, tiles, shrink, block_m), arrivals(x.device, "shrink"),
         m, x.stride(0), a.stride(0),
         K=k, C=parts, RP=rp, SLOTS=slots, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n, BK=shrink.block_k,
         PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **extra,
@@ -154,7 +141,7 @@ def dense(
     _run(
         kernel.dense_linear_kernel, (columns * expand.split_k,),
         x, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
-        _counters(x.device, 1), m, x.stride(0), y.stride(0), weight.stride(0), b.stride(0), b.stride(1),
+        arrivals(x.device, "linear"), m, x.stride(0), y.stride(0), weight.stride(0), b.stride(0), b.stride(1),
         K=k, HAS_BIAS=bias is not None, SPLIT=expand.split_k, BK=expand.block_k, num_stages=expand.stages, **common,
     )  # fmt: skip
     return y
@@ -177,15 +164,15 @@ def _grouped_shrink(
     tile = fitting(tile, block_m, x.itemsize, shared_memory(x.device))
     h_tiles = -(-pairs * parts * rp // tile.block_n)
     h = torch.empty((pairs, routing.rows, parts * rp), dtype=x.dtype, device=x.device)
-    if tiles * h_tiles > _COUNTERS:
+    if tiles * h_tiles > ARRIVALS:
         tile = replace(tile, split_k=1)  # this many tiles fill the chip without splitting
     _run(
         kernel.grouped_shrink_kernel, (h_tiles * tile.split_k, tiles),
         x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles,
-        _partials(x, tiles * h_tiles, tile, block_m), _counters(x.device),
+        _partials(x, tiles * h_tiles, tile, block_m), arrivals(x.device, "shrink"),
         routing.rows, x.stride(0), a.stride(0), h.stride(0),
         K=x.shape[1], C=parts, RP=rp, PAIRS=pairs, SPLIT=tile.split_k, BM=block_m, BN=tile.block_n, BK=tile.block_k,
-        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **_early(pdl),
+        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **early(pdl),
     )  # fmt: skip
     return h
 
@@ -217,7 +204,7 @@ def grouped(
         O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs),
         N_TILES=n_tiles, RUN=expand.run, STAGES=_stages(expand, block_m, rp, pairs, x),
         ACCUMULATE=accumulate, HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
-        num_warps=expand.warps, num_stages=1, **_early(pdl),
+        num_warps=expand.warps, num_stages=1, **early(pdl),
     )  # fmt: skip
     return y
 
@@ -250,7 +237,7 @@ def grouped_silu(
         routing.rows, act.stride(0), y.stride(0), b.stride(0), b.stride(1), h.stride(0),
         I=width, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs), RUN=tile.run, STAGES=stages,
         BM=block_m, BN=tile.block_n, PDL=pdl, num_warps=tile.warps, num_stages=1,
-        **_early(pdl),
+        **early(pdl),
     )  # fmt: skip
     return act
 
