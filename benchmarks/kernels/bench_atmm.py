@@ -75,9 +75,9 @@ def _warm(load: Workload, wanted: tuple[str, ...]) -> list[str]:
     for name in wanted:
         try:
             peers.PEERS[name](inputs)(0)
+            torch.cuda.synchronize()
         except Exception as error:  # a peer that cannot be built is reported and left out
             failed.append(f"{name} on {load.label}: {type(error).__name__}: {str(error)[:200]}")
-    torch.cuda.synchronize()
     return failed
 
 

@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which everything is killed")
+    parser.add_argument("--together", action="store_true", help="all engines side by side: a card of 140 GB")
     parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; nothing is recorded")
     parser.add_argument("--summary", type=Path, help="where the figures go")
@@ -284,6 +285,8 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
     figures: dict[str, float] = {}
     workers: dict[str, Worker] = {}
     phases = [{name: rank for name, rank in phase.items() if name not in args.skip} for phase in PHASES]
+    if args.together:
+        phases = [{name: rank for phase in phases for name, rank in phase.items()}]
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         model = make_model(directory / "model", args.tiny)
