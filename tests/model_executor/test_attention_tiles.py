@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vlora_sgl import _sgl
+from vlora_sgl.kernels.devices import on_hopper
 from vlora_sgl.model_executor.attention_tiles import OURS, THEIRS, Retiled
 
 KERNEL = _sgl.NAMES["extend_attention_kernel"].partition(":")[2]
@@ -47,7 +48,7 @@ def test_sglang_launches_what_is_replaced() -> None:
 @pytest.mark.parametrize("new, cached", [([1057], [0]), ([29, 1, 130, 64], [1028, 5, 0, 64]), ([1], [3])], ids=str)
 def test_on_a_gpu_the_bits_are_the_same(new: list[int], cached: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     attention = _sgl.extend_attention
-    if torch.cuda.get_device_capability()[0] != 9:
+    if not on_hopper():
         pytest.skip("the tile is Hopper's")
     torch.manual_seed(0)
 

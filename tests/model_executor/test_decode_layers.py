@@ -130,6 +130,25 @@ def test_decoding_rotates_and_stores_in_one_launch(monkeypatch: pytest.MonkeyPat
     assert len(given) == 1
 
 
+def test_what_a_rotation_replaces_is_sglangs_forward() -> None:
+    """The four lines that are done otherwise when decoding, and nothing besides."""
+    from sglang.srt.models.qwen2 import Qwen2Attention
+
+    lines = [line.strip() for line in inspect.getsource(Qwen2Attention.forward).splitlines()]
+    assert lines[lines.index(") -> torch.Tensor:") + 1 :] == [
+        "qkv, _ = self.qkv_proj(hidden_states)",
+        "q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)",
+        "q, k = self.rotary_emb(positions, q, k)",
+        "attn_output = self.attn(q, k, v, forward_batch)",
+        "output, _ = self.o_proj(attn_output)",
+        "return output",
+    ]
+    assert (
+        list(inspect.signature(Qwen2Attention.forward).parameters)[1:]
+        == list(inspect.signature(Rotation.__call__).parameters)[1:]
+    )
+
+
 class Pool(_sgl.MHATokenToKVPool):  # type: ignore[misc]
     pass
 

@@ -2,9 +2,10 @@
 # mypy: disallow-untyped-defs=False
 """Attention of one new token per sequence over its cached keys and values, in one launch.
 
-The keys of a sequence are split into chunks, a program each, so that a few sequences fill a GPU. The last program of
-a sequence and key head to finish adds the chunks up, in their order, where a second launch would otherwise. Chunks
-depend on the sequence's own length alone, so a token's bits do not depend on which others are in the batch.
+The keys of a sequence are split into chunks, a program each, so that a few sequences fill a GPU (Flash-Decoding). The
+last program of a sequence and key head to finish adds the chunks up, in their order, where a second launch would
+otherwise. Chunks depend on the sequence's own length alone, so a token's bits do not depend on which others are in the
+batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vlora_sgl.kernels.devices import arrivals, early, is_hopper, to_l2
+from vlora_sgl.kernels.devices import arrivals, arrive, early, is_hopper, to_l2
 
 CHUNK = 128
 """Keys of a chunk at least."""
@@ -29,14 +30,6 @@ WARPS = 4
 WIDTHS = (32, 64, 128)
 """Of a head."""
 LOG2_E = log2(e)
-
-
-@triton.jit
-def _chunk_of(starts, row, SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where a sequence's cached tokens begin in ``places``, how many they are, and how many a chunk has."""
-    begin = tl.load(starts + row)
-    length = tl.load(starts + row + 1) - begin
-    return begin, length, tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N, CHUNK)
 
 
 @triton.jit(do_not_specialize=["scale", "v_scale"])
@@ -74,7 +67,9 @@ def decode_attention_kernel(
     kv_head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
-    begin, length, chunk = _chunk_of(starts, row, SPLITS, CHUNK, BLOCK_N)
+    begin = tl.load(starts + row)
+    length = tl.load(starts + row + 1) - begin
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N, CHUNK)
     first = split * chunk
     last = tl.minimum(first + chunk, length)
     d = tl.arange(0, D)
@@ -120,10 +115,9 @@ def decode_attention_kernel(
         spot = heads[:, None] * (SPLITS * D) + d[None, :]
         tl.store(partials + spot + split * D, acc, mask=live_head[:, None])
         tl.store(weights + heads * SPLITS + split, top + tl.log2(total), mask=live_head)
-        tl.debug_barrier()
         chunks = tl.cdiv(length, chunk)
         counter = counters + row * (HEADS // GROUP) + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel") != chunks - 1:
+        if arrive(counter) != chunks - 1:
             return
         tl.store(counter, 0)
         s = tl.arange(0, SPLITS)

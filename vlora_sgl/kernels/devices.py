@@ -31,9 +31,14 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def on_hopper() -> bool:
+    """Whether this process computes on a Hopper GPU, which what stands in for SGLang's kernels was measured on."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
 @lru_cache
 def arrivals(device: torch.device, user: Hashable) -> torch.Tensor:
-    """Counters of programs that are through, int32 [65536]: zero between launches.
+    """Counters for ``arrive``, int32 [65536]: zero between launches.
 
     Two streams, or two launches that overlap, must not share them: each ``user`` has its own.
     """
@@ -43,6 +48,13 @@ def arrivals(device: torch.device, user: Hashable) -> torch.Tensor:
 def early(pdl: bool) -> dict[str, bool]:
     """The option of a launch that starts before the one before it is through."""
     return {"launch_pdl": True} if pdl else {}
+
+
+@triton.jit
+def arrive(counter):  # type: ignore[no-untyped-def]
+    """Say that what this program stored is there; how many programs had said so before."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel")
 
 
 @triton.jit

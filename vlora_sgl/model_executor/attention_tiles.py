@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from vlora_sgl import _sgl
+from vlora_sgl.kernels.devices import on_hopper
 
 WIDEST = 128
 """Head width up to which SGLang takes ``THEIRS``: wider heads have smaller tiles already."""
@@ -48,6 +47,6 @@ class Retiled:
 
 def install() -> None:
     """Have every attention of this process take the tile, if its GPU is one that it was measured on."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+    if on_hopper():
         name = _sgl.NAMES["extend_attention_kernel"].partition(":")[2]
         setattr(_sgl.extend_attention, name, Retiled(_sgl.extend_attention_kernel))

@@ -18,7 +18,7 @@ import torch
 from vlora_sgl import _sgl
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 from vlora_sgl.kernels.decode_attention import MAX_GROUP, WIDTHS, decode_attention
-from vlora_sgl.kernels.devices import ARRIVALS
+from vlora_sgl.kernels.devices import ARRIVALS, on_hopper
 from vlora_sgl.kernels.norm import add_rms_norm_
 from vlora_sgl.kernels.rotary import rotate_and_store
 
@@ -169,9 +169,8 @@ def can_rotate(layer: Any, pool: Any, dtype: torch.dtype) -> bool:
 def install(runner: Any) -> None:
     """Put them in the place of a model runner's layers, if its GPU is one that they were measured on."""
     backend = runner.attn_backend
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     exact = runner.server_args.enable_deterministic_inference
-    if not hopper or exact or type(backend) is not _sgl.TritonAttnBackend or backend.dcp_size > 1:
+    if not on_hopper() or exact or type(backend) is not _sgl.TritonAttnBackend or backend.dcp_size > 1:
         return
     backend.decode_attention_fwd = Attention(backend.decode_attention_fwd)
     pool = runner.token_to_kv_pool

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vlora_sgl.kernels.devices import to_l2
+from vlora_sgl.kernels.devices import arrive, to_l2
 
 
 @triton.jit
@@ -70,8 +70,7 @@ def _pick(words, i, LENGTH: tl.constexpr):
 def _leave_split(acc, own, spot, split, counter, SIZE: tl.constexpr):
     """Leave a split's sums beside those of its tile's others; how many had come before it."""
     tl.store(own + split * SIZE + spot, acc)
-    tl.debug_barrier()
-    return tl.atomic_add(counter, 1, sem="acq_rel")
+    return arrive(counter)
 
 
 @triton.jit
