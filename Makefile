@@ -15,7 +15,7 @@ $(CURDIR)/.uv/bin/uv:
 .venv/.locked: pyproject.toml uv.lock | $(if $(findstring .uv,$(UV)),$(CURDIR)/.uv/bin/uv)
 	$(UV) sync --frozen --quiet --extra dev
 	@# One import of the engine writes its bytecode.
-	@$(PY) -W ignore -m vlora_sgl.preload >/dev/null 2>&1 || true
+	@$(PY) -W ignore -m vlora_sgl.startup.preload >/dev/null 2>&1 || true
 	@touch $@
 
 setup: .venv/.locked ## set up .venv (reused while uv.lock is unchanged)
@@ -31,7 +31,7 @@ lint: setup ## ruff and mypy
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 
 # Tests that start engines wait for them most of the time; lint and the other tests run beside them.
-ENGINES := tests/e2e tests/examples tests/lang tests/bake
+ENGINES := tests/e2e tests/examples tests/lang tests/export
 test: setup ## lint, and everything that runs without a GPU
 	@$(MAKE) --no-print-directory -j2 test-engines test-units
 

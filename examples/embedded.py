@@ -10,11 +10,11 @@ import numpy as np
 from PIL import Image
 
 import vlora_sgl as vlora
+from tools.tiny import scenes
+from tools.tiny.build import IMAGE_SIDE
+from tools.tiny.domains import DOMAINS, QUESTIONS
 from vlora_sgl.heads.store import read_description
 from vlora_sgl.models import tiny
-from vlora_sgl.models.tiny import scenes
-from vlora_sgl.models.tiny.build import IMAGE_SIDE
-from vlora_sgl.models.tiny.domains import DOMAINS, QUESTIONS
 
 BOX_REGEX = r"[0-9]{1,2}( [0-9]{1,2}){3}"
 """How the model says a box: the cells of a 16 x 16 grid it begins and ends in."""

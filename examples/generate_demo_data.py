@@ -22,9 +22,9 @@ import numpy as np
 from digit_teacher import digits
 from PIL import Image
 
-from vlora_sgl.generation.datasets import SPLITS, write_jsonl
-from vlora_sgl.models.tiny import domains
-from vlora_sgl.models.tiny.build import IMAGE_SIDE
+from tools.tiny import domains
+from tools.tiny.build import IMAGE_SIDE
+from vlora_sgl.generate.datasets import SPLITS, write_jsonl
 
 TRAIN = 800  # examples at most
 SHARES = (0.5, 0.25, 0.25)

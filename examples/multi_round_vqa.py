@@ -82,7 +82,7 @@ def show(served: Served, picture: Photograph, rounds: Sequence[Round]) -> None:
 
 def held_out(adapters: Sequence[str], folder: Path, each: int = 3) -> list[tuple[str, Photograph, Round]]:
     """Test images of the embedded model's adapters, which none of them was trained on, with their answers."""
-    from vlora_sgl.models.tiny.domains import ADAPTERS, DOMAINS
+    from tools.tiny.domains import ADAPTERS, DOMAINS
 
     chosen = []
     for name in adapters:
@@ -103,7 +103,7 @@ def scene(folder: Path) -> tuple[Photograph, list[Round]]:
     import numpy as np
     from PIL import Image
 
-    from vlora_sgl.models.tiny import scenes
+    from tools.tiny import scenes
 
     drawn = scenes.sample(1, np.random.default_rng(7), test=True, digit_share=0.0)
     path = folder / "scene.png"

@@ -87,7 +87,7 @@ def embedded_model() -> Model | None:
 def random_model(directory: Path) -> Model:
     """A tiny model and two adapters with random weights, made here. They show that everything runs, and say so."""
     sys.path.insert(0, str(ROOT))
-    from tests.tiny_random import make_adapter, make_model
+    from tests.support.tiny_random import make_adapter, make_model
 
     print("No trained model in this checkout: serving RANDOM weights, so the answers are gibberish.", flush=True)
     path = make_model(directory / "model")

@@ -115,7 +115,7 @@ def queued_together(answers: Iterable[Any]) -> bool:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """The tiny random Qwen2.5-VL and the adapters A and B."""
-    from tests.tiny_random import make_adapter, make_model
+    from tests.support.tiny_random import make_adapter, make_model
 
     root = tmp_path_factory.mktemp("tiny")
     path = make_model(root / "model")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lora.adapters import TEXT, tiny_adapter, tiny_model
+from tests.support.lora_adapters import TEXT, tiny_adapter, tiny_model
 from vlora_sgl.cli import main
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vlora_sgl import imports
-from vlora_sgl.bake.manifest import adapter_options
+from vlora_sgl.lora.exported import adapter_options
 from vlora_sgl.platforms.cpu import is_plain_cpu
+from vlora_sgl.startup import imports
 
 # Everywhere: models that see are what this package is for; a start prints what a user needs.
 COMMON_DEFAULTS: dict[str, Any] = {

@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlora_sgl import processes, quiet
 from vlora_sgl.platforms.cpu import has_accelerator
+from vlora_sgl.startup import processes, quiet
 
 if not has_accelerator():
     processes.start_fork_server()
 
-from vlora_sgl import _sgl, imports, plugin
+from vlora_sgl import _sgl, plugin
 from vlora_sgl.defaults import engine_defaults, settle
 from vlora_sgl.heads.asking import AsksHeads
 from vlora_sgl.server_args import VLoraArgs, refuse_unsupported
+from vlora_sgl.startup import imports
 
 quiet.silence()
 plugin.install()

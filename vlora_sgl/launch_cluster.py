@@ -198,7 +198,7 @@ async def run(args: ClusterArgs) -> None:
     from vlora_sgl.cluster import placement
     from vlora_sgl.cluster.links import Keys, Links, new_session
     from vlora_sgl.cluster.replica import Replica
-    from vlora_sgl.cluster.router import Router, Settings
+    from vlora_sgl.cluster.replica_router import Router, Settings
     from vlora_sgl.cluster.supervisor import Supervisor
 
     devices = deal_devices(args)

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vlora_sgl import imports, processes
 from vlora_sgl.errors import VLoraError
 from vlora_sgl.platforms.cpu import has_accelerator
 from vlora_sgl.server_args import VLoraArgs, refuse_unsupported, split_argv
+from vlora_sgl.startup import imports, processes
 
 
 def prepare(argv: Sequence[str]) -> Any:
@@ -67,13 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         server_args = prepare(argv)
-        from vlora_sgl import stats
-        from vlora_sgl.heads import routes
-        from vlora_sgl.managers import adapter_routes
+        from vlora_sgl.entrypoints import adapters, stats, vision
 
-        routes.mount(_sgl.http_server.app)
+        vision.mount(_sgl.http_server.app)
         _sgl.http_server.app.include_router(stats.router)
-        adapter_routes.mount(_sgl.http_server.app)
+        adapters.mount(_sgl.http_server.app)
         _sgl.http_server.launch_server(
             server_args,
             init_tokenizer_manager_func=processes.init_tokenizer_manager,

@@ -21,7 +21,7 @@ from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
 REPLACEMENTS: dict[str, str] = {
     "Scheduler": "vlora_sgl.managers.scheduler:VLoraScheduler",
     "TpModelWorker": "vlora_sgl.heads.worker:HeadWorker",
-    "LoRAManager": "vlora_sgl.mixes.manager:MixingLoRAManager",
+    "LoRAManager": "vlora_sgl.routed.manager:MixingLoRAManager",
     "TokenizerManager": "vlora_sgl.managers.tokenizer_manager:VLoraTokenizerManager",
     "ModelRunner": "vlora_sgl.model_executor.model_runner:VLoraModelRunner",
     "PrefillCudaGraphRunner": "vlora_sgl.model_executor.graph_runner:VLoraPrefillCudaGraphRunner",
@@ -33,19 +33,19 @@ WRAPPED: dict[str, str] = {
         "vlora_sgl.model_executor.model_runner:release_pristine"
     ),
     "OpenAIServingBase._resolve_lora_path": "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
-    "BaseMultimodalProcessor.process_mm_data": "vlora_sgl.managers.image_requests:process_mm_data",
-    "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc": "vlora_sgl.managers.image_requests:wrap_for_cuda_ipc",
-    "ProcessorMixin._check_special_mm_tokens": "vlora_sgl.managers.image_requests:check_special_tokens",
-    "get_rope_index": "vlora_sgl.managers.image_requests:get_rope_index",
-    "import_processors": "vlora_sgl.imports:import_needed_processors",
-    "chunked_prefill_embedding": "vlora_sgl.model_executor.embedding_count:chunked_prefill_embedding",
-    "adjust_embedding_length": "vlora_sgl.model_executor.embedding_count:adjust_embedding_length",
-    "set_envs_and_config": "vlora_sgl.processes:use_start_method",
+    "BaseMultimodalProcessor.process_mm_data": "vlora_sgl.multimodal.image_requests:process_mm_data",
+    "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc": "vlora_sgl.multimodal.image_requests:wrap_for_cuda_ipc",
+    "ProcessorMixin._check_special_mm_tokens": "vlora_sgl.multimodal.image_requests:check_special_tokens",
+    "get_rope_index": "vlora_sgl.multimodal.image_requests:get_rope_index",
+    "import_processors": "vlora_sgl.startup.imports:import_needed_processors",
+    "chunked_prefill_embedding": "vlora_sgl.multimodal.embedding_count:chunked_prefill_embedding",
+    "adjust_embedding_length": "vlora_sgl.multimodal.embedding_count:adjust_embedding_length",
+    "set_envs_and_config": "vlora_sgl.startup.processes:use_start_method",
 }
 
 # Name of a prefix cache, for --radix-cache-backend -> its factory.
 RADIX_CACHES: dict[str, str] = {
-    "vlora": "vlora_sgl.managers.radix_cache:create_radix_cache",
+    "vlora": "vlora_sgl.mem_cache.radix_cache:create_radix_cache",
 }
 # Name of a LoRA backend of ours -> its class.
 LORA_BACKENDS: dict[str, str] = {"atmm": "vlora_sgl.lora.backend:AtmmBackend"}

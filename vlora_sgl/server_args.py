@@ -45,8 +45,8 @@ class VLoraArgs:
     )
     cost_table: str | None = _flag(
         None,
-        "file with the costs of an iteration, as python -m vlora_sgl.profile writes it; by default the one measured "
-        "for this device and model, else an analytic one",
+        "file with the costs of an iteration, as python -m vlora_sgl.measure_costs writes it; by default the one "
+        "measured for this device and model, else an analytic one",
         metavar="FILE",
     )
     theta: float = _flag(

@@ -60,8 +60,8 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
     Latency depends on the routing alone, so adapter 0 is taken out of every other row without having been folded.
     """
-    from vlora_sgl import processes
     from vlora_sgl.lora.manager import VLoraManager
+    from vlora_sgl.startup import processes
 
     plain_adapter_loading()
     flag, own = Path(os.environ[MIXTURE_FLAG]), VLoraManager._slot_pairs
@@ -100,9 +100,9 @@ def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, ti
             "chunked_prefill_size": 8192,
         }
     if name.startswith("ours"):
-        from vlora_sgl import processes
         from vlora_sgl.engine import Engine
         from vlora_sgl.server_args import VLoraArgs
+        from vlora_sgl.startup import processes
 
         class Ours(Engine):
             run_scheduler_process_func = processes.WithEnvironment(run_scheduler)

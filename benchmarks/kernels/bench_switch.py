@@ -23,7 +23,7 @@ import torch
 from benchmarks.summary import RESULTS, SUMMARY, record
 from vlora_sgl.kernels.merge import FoldTarget, MergeTable, MergeTile, merge_reference, ulp_distance
 from vlora_sgl.kernels.merge.kernel import TILES
-from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
+from vlora_sgl.lora.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 
 ATTENTION = frozenset({"qkv_proj", "o_proj"})
 DEFAULT = TILES[2]

@@ -199,8 +199,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def reference(root: Path, args: argparse.Namespace, pictures: int = 4) -> Iterator[dict[str, Any]]:
     """Served answers of random heads that are not those of transformers + PEFT + head, by setting and in all."""
-    from tests.e2e.reference import Reference
-    from tests.tiny_random import make_adapter
+    from tests.support.head_reference import Reference
+    from tests.support.tiny_random import make_adapter
 
     model = make_model(root / "model", tiny=True)
     adapters = {}
@@ -230,7 +230,7 @@ def mismatches(
     model: Path, adapters: dict[str, Path], options: dict[str, Any], asked: list[dict[str, Any]], wanted: list[Any]
 ) -> tuple[int, int]:
     """Wrong answers of one engine, and how many it gave."""
-    from tests.e2e.reference import assert_close
+    from tests.support.head_reference import assert_close
     from vlora_sgl import Engine
     from vlora_sgl.server_args import VLoraArgs
 

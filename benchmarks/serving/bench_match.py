@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.summary import record
 from vlora_sgl import _sgl
-from vlora_sgl.managers.radix_cache import AdapterContent, ImageSpan, VLoraRadixCache
+from vlora_sgl.mem_cache.radix_cache import AdapterContent, ImageSpan, VLoraRadixCache
 
 IMAGE = ImageSpan(16, 1040, "an image")
 KINDS: dict[str, tuple[AdapterContent | None, tuple[ImageSpan, ...]]] = {

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.engine_runs import EngineProcess, decode_seconds, prefill_seconds
 from benchmarks.serving.shape7b import PROJECTIONS, engine_options, make_adapters, make_model
 from benchmarks.summary import RESULTS, record
+from tests.support.engine_runs import EngineProcess, decode_seconds, prefill_seconds
 from vlora_sgl.core import AdapterId
 
 HOT_SHARES = (10, 30, 50, 60, 70, 90)

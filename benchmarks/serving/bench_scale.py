@@ -43,7 +43,7 @@ import requests
 from benchmarks.serving.systems import ROOT, Deployment, Server, free_port, make_deployment
 from benchmarks.serving.traces import RETRIEVAL, Speaker, trace
 from benchmarks.summary import SUMMARY, record
-from vlora_sgl.cluster.router import REPLICA_HEADER
+from vlora_sgl.cluster.replica_router import REPLICA_HEADER
 
 SKEW = 0.6
 PARTS = ("throughput", "affinity", "loss")

@@ -23,16 +23,16 @@ from PIL import Image
 from tqdm import tqdm
 
 from benchmarks.summary import SUMMARY, record
-from vlora_sgl.generation.datasets import Example, read_jsonl
-from vlora_sgl.generation.heads import image_grids, target
-from vlora_sgl.generation.router import load_members
-from vlora_sgl.generation.trainer import Encoded, exact_match, head_answers, load_adapter
+from tools.tiny import domains
+from tools.tiny import scenes as S
+from vlora_sgl.generate.datasets import Example, read_jsonl
+from vlora_sgl.generate.heads import image_grids, target
+from vlora_sgl.generate.token_router import load_members
+from vlora_sgl.generate.trainer import Encoded, exact_match, head_answers, load_adapter
 from vlora_sgl.heads import VisionHead, load_heads
-from vlora_sgl.mixes.peft import TokenMix
-from vlora_sgl.mixes.spec import member_names, read_mix
 from vlora_sgl.models import tiny
-from vlora_sgl.models.tiny import domains
-from vlora_sgl.models.tiny import scenes as S
+from vlora_sgl.routed.peft import TokenMix
+from vlora_sgl.routed.spec import member_names, read_mix
 
 MIX = "mix"
 """The name the shipped mix is served under."""

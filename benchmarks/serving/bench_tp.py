@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.serving.bench_modes import Case, Load, options_of, run_case, spread, switch_seconds
-from benchmarks.serving.engine_runs import EngineProcess
 from benchmarks.serving.shape7b import make_adapters, make_model
 from benchmarks.summary import record
+from tests.support.engine_runs import EngineProcess
 
 
 def main() -> None:

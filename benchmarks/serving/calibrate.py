@@ -21,10 +21,10 @@ from benchmarks.serving.simulate import Machine, Replica, Report
 from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.traces import trace
 from benchmarks.summary import SUMMARY, record
-from vlora_sgl.managers.cost_fit import describe, fit
-from vlora_sgl.managers.cost_table import CostTable
-from vlora_sgl.managers.iteration_log import read_log
 from vlora_sgl.managers.policies import Limits, make_policy
+from vlora_sgl.managers.policies.cost_fit import describe, fit
+from vlora_sgl.managers.policies.cost_table import CostTable
+from vlora_sgl.managers.policies.iteration_log import read_log
 
 
 def simulated(row: dict[str, Any], costs: CostTable, believed: CostTable) -> Report:

@@ -20,8 +20,8 @@ from benchmarks.serving.simulate import Machine, Replica, capacity, quantile
 from benchmarks.serving.traces import Workload, trace
 from benchmarks.summary import SUMMARY
 from vlora_sgl.cluster.placement import Affinity, Random, RoundRobin, Routing
-from vlora_sgl.managers.cost_table import CostTable, shipped
 from vlora_sgl.managers.policies import make_policy
+from vlora_sgl.managers.policies.cost_table import CostTable, shipped
 
 RESULTS = SUMMARY.parent / "serving" / "fleet.jsonl"
 

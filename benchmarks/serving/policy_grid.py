@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.serving.simulate import Machine, Report, capacity, runners
 from benchmarks.serving.traces import Workload
 from benchmarks.summary import SUMMARY, record
-from vlora_sgl.managers.cost_table import CostTable, load_tables, shipped
 from vlora_sgl.managers.policies import Limits
+from vlora_sgl.managers.policies.cost_table import CostTable, load_tables, shipped
 
 RESULTS = SUMMARY.parent / "serving"
 SKEWS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)

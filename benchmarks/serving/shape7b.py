@@ -48,7 +48,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 def make_model(directory: Path, tiny: bool) -> Path:
     """Write configuration, tokenizer and processor (and, if tiny, weights) to ``directory``."""
-    from tests.tiny_random import make_model as make_tiny
+    from tests.support.tiny_random import make_model as make_tiny
 
     path = make_tiny(directory)
     if tiny:
@@ -75,8 +75,8 @@ def make_language_model(directory: Path, tiny: bool) -> Path:
     """Write configuration and tokenizer (and, if tiny, weights) of LLaVA-1.5-7B's language model to ``directory``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.tiny_random import VOCABULARY_TEXT
-    from vlora_sgl.models.tiny.build import build_tokenizer
+    from tests.support.tiny_random import VOCABULARY_TEXT
+    from tools.tiny.build import build_tokenizer
 
     tokenizer = build_tokenizer(VOCABULARY_TEXT)
     small = {
@@ -186,7 +186,7 @@ def plain_adapter_loading() -> None:
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """The scheduler process of a benchmark's engine."""
-    from vlora_sgl import processes
+    from vlora_sgl.startup import processes
 
     plain_adapter_loading()
     processes.run_scheduler(*args, **kwargs)
@@ -215,8 +215,8 @@ def build_stock_engine(**options: Any) -> Any:
 
 def build_engine(**options: Any) -> Any:
     """A ``vlora_sgl.Engine`` whose adapters load beside dummy base weights."""
-    from vlora_sgl import processes
     from vlora_sgl.engine import Engine
+    from vlora_sgl.startup import processes
 
     class BenchmarkEngine(Engine):
         run_scheduler_process_func = processes.WithEnvironment(run_scheduler)

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 from benchmarks.serving.traces import Arrival, Workload, trace
 from vlora_sgl.core import AdapterId, InferenceMode, ServiceClass
-from vlora_sgl.managers.cost_table import CostTable, shipped
 from vlora_sgl.managers.policies import Limits, Policy, QueueState, RequestState, make_policy, mode_of
 from vlora_sgl.managers.policies.base import Memory, visible
+from vlora_sgl.managers.policies.cost_table import CostTable, shipped
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = f"{flags} {options.server_flags}".strip()
     # A GPU machine may lack pytest's plugins that pyproject.toml's options ask for.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "tests/e2e/test_serving.py"]
-    command += ["tests/e2e/test_heads.py", "tests/e2e/test_joint_prefill.py"]
+    command += ["tests/e2e/test_heads.py", "tests/e2e/test_prefix_sharing.py"]
     command += ["tests/e2e/test_modes.py", "tests/e2e/test_tensor_parallel.py"] if options.modes else []
     command += ["-k", options.select] if options.select else []
     if options.dry_run:

@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.serving.shape7b import run_stock_scheduler
 from vlora_sgl.core import AdapterId, InferenceMode
-from vlora_sgl.managers.cost_table import shipped
-from vlora_sgl.managers.iteration_log import Iteration, IterationLog
+from vlora_sgl.managers.policies.cost_table import shipped
+from vlora_sgl.managers.policies.iteration_log import Iteration, IterationLog
 
 LOG_VARIABLE = "BENCHMARK_ITERATION_LOG"
 """Environment variable with the file for the iteration log; none is written without it."""

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.serving.bench_modes import cases_of
-from vlora_sgl.managers.cost_fit import least_absolute
-from vlora_sgl.managers.cost_table import CostTable, PhaseCosts, lora_work, save_tables, shipped
+from vlora_sgl.managers.policies.cost_fit import least_absolute
+from vlora_sgl.managers.policies.cost_table import CostTable, PhaseCosts, lora_work, save_tables, shipped
 
 ROWS, PROMPT, CONTEXT = 32, 128, 160.0
 """What ``bench_modes`` runs: rows, prompt tokens, and mean context of a row while it decodes."""

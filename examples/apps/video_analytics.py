@@ -93,7 +93,7 @@ def embedded_chunks(served: Served, count: int) -> list[Chunk]:
     """Streams of the embedded model: drawn objects for the base, real digits for the adapter ``actions``."""
     import embedded
 
-    from vlora_sgl.models.tiny.scenes import MOTION_QUESTION
+    from tools.tiny.scenes import MOTION_QUESTION
 
     chunks = []
     for stream in range(2):

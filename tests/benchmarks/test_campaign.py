@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.campaign import JOBS, Campaign, Job, main
 from benchmarks.summary import read
 
-FAKE = "tests.benchmarks.one_figure"
+FAKE = "tests.support.one_figure"
 
 
 def test_lanes_quiet_jobs_limits_and_figures(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from benchmarks.serving.fleet import simulate_fleet
 from benchmarks.serving.simulate import Machine, capacity
 from benchmarks.serving.traces import Workload, trace
 from vlora_sgl.cluster.placement import Affinity, RoundRobin
-from vlora_sgl.managers.cost_table import shipped
+from vlora_sgl.managers.policies.cost_table import shipped
 
 
 def test_affinity_loads_less_and_shares_the_work() -> None:

@@ -17,8 +17,8 @@ from benchmarks.serving.simulate import (
     simulate,
     trace,
 )
-from vlora_sgl.managers.cost_table import shipped
 from vlora_sgl.managers.policies import POLICIES, Limits, make_policy
+from vlora_sgl.managers.policies.cost_table import shipped
 
 TABLES = shipped()
 LIMITS = Limits()

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.serving.bench_modes import cases_of
 from benchmarks.serving.table_from_modes import CONTEXT, PROMPT, ROWS, tables
 from benchmarks.summary import RESULTS
-from vlora_sgl.managers.cost_table import shipped
+from vlora_sgl.managers.policies.cost_table import shipped
 
 MEASURED = json.loads((RESULTS / "modes_r64.json").read_text())
 SHIPPED = shipped("h200-7b")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyModel
-from tests.e2e.modes import Expected, expected_answers, make_adapters
+from tests.support.modes import Expected, expected_answers, make_adapters
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """A live server with a key for users and one for its operator. It is one of its own, so it runs with ``--slow`` only.
 
-``tests/managers/test_adapter_routes.py`` checks the same guard on every route without an engine.
+``tests/entrypoints/test_adapters.py`` checks the same guard on every route without an engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from tests.conftest import Server, TinyModel, serve
-from tests.e2e.reference import data_url, make_image
+from tests.support.head_reference import data_url, make_image
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

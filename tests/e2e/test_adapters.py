@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from tests.conftest import Server
-from tests.lora.adapters import tiny_adapter
+from tests.support.lora_adapters import tiny_adapter
 
 pytestmark = pytest.mark.e2e
 

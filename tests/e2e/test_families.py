@@ -27,10 +27,10 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from tests.conftest import Server, TinyModel, serve
-from tests.e2e.reference import data_url, make_image
-from tests.lora.adapters import tiny_adapter, tiny_model
-from tests.tiny_random import VOCABULARY_TEXT
-from vlora_sgl.models.tiny.build import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tokenizer
+from tests.support.head_reference import data_url, make_image
+from tests.support.lora_adapters import tiny_adapter, tiny_model
+from tests.support.tiny_random import VOCABULARY_TEXT
+from tools.tiny.build import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

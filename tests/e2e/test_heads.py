@@ -14,8 +14,8 @@ import requests
 import torch
 
 from tests.conftest import Server
-from tests.e2e.reference import ROUNDING, Reference, assert_close, data_url, make_image, question
-from tests.tiny_random import make_adapter
+from tests.support.head_reference import ROUNDING, Reference, assert_close, data_url, make_image, question
+from tests.support.tiny_random import make_adapter
 from vlora_sgl.errors import HeadError, UnknownAdapterError
 from vlora_sgl.heads import ClassifyHead, CountHead, DetectHead, save_heads
 from vlora_sgl.heads.asking import AsksHeads

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import Server
-from tests.e2e.reference import data_url, make_image
-from tests.reference import Reference
 from tests.soak import phases
 from tests.soak.phases import GREEDY, adapters, answer, load, longest_gap, post, question, reload, stream, unload
-from tests.tiny_random import make_adapter
+from tests.support.head_reference import data_url, make_image
+from tests.support.reference import Reference
+from tests.support.tiny_random import make_adapter
 from vlora_sgl.lora.peft_config import PeftLoraConfig
 
 pytestmark = pytest.mark.e2e

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving.engine_runs import EngineProcess
 from tests.conftest import TinyModel
-from tests.e2e.modes import CHUNK, Expected, check_all, engine_options
+from tests.support.engine_runs import EngineProcess
+from tests.support.modes import CHUNK, Expected, check_all, engine_options
 
 pytestmark = pytest.mark.e2e
 

@@ -15,8 +15,8 @@ import requests
 from PIL import Image
 
 from tests.conftest import Server
-from tests.e2e.reference import Reference, data_url, make_image, question
-from tests.tiny_random import make_adapter
+from tests.support.head_reference import Reference, data_url, make_image, question
+from tests.support.tiny_random import make_adapter
 from vlora_sgl.heads import save_heads
 
 pytestmark = pytest.mark.e2e

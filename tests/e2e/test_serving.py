@@ -15,7 +15,7 @@ import requests
 from PIL import Image
 
 from tests.conftest import Server
-from tests.reference import Reference
+from tests.support.reference import Reference
 from vlora_sgl.platforms.cpu import is_plain_cpu
 
 pytestmark = pytest.mark.e2e

@@ -13,9 +13,9 @@ import pytest
 import requests
 
 from tests.conftest import Server, TinyModel, serve
-from tests.reference import Reference
 from tests.soak.phases import GREEDY, TOKENS, Churn, adapters, answer, load, post, question, quiet_answers, users_left
-from tests.tiny_random import make_adapter
+from tests.support.reference import Reference
+from tests.support.tiny_random import make_adapter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.serving.engine_runs import EngineProcess
 from tests.conftest import TinyModel
-from tests.e2e.modes import Expected, check_all, engine_options
+from tests.support.engine_runs import EngineProcess
+from tests.support.modes import Expected, check_all, engine_options
 from vlora_sgl.platforms.cpu import is_plain_cpu
 from vlora_sgl.server_args import VLoraArgs
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from tests.lora.adapters import TEXT, tiny_adapter
+from tests.support.lora_adapters import TEXT, tiny_adapter
 from vlora_sgl.errors import HeadError
 from vlora_sgl.heads import load_heads, read_description
 from vlora_sgl.heads.store import DESCRIPTION_FILE

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.e2e.reference import assert_close
+from tests.support.head_reference import assert_close
 from vlora_sgl.heads import ClassifyHead, CountHead, DetectHead, Grid
 from vlora_sgl.heads.worker import HeadRequest, merge_images, run_heads
 
@@ -78,7 +78,7 @@ class Stock:
 
 
 def test_a_row_with_an_answer_under_way_never_joins_the_decoding_ones() -> None:
-    from vlora_sgl.managers.head_requests import HeadRequests
+    from vlora_sgl.heads.scheduling import HeadRequests
 
     scheduler = type("Scheduler", (HeadRequests, Stock), {})()
     request = HeadRequest(ClassifyHead("kind", HIDDEN, ["a", "b"]))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from tests.kernels.test_atmm import FixedTable, behind_each_other, check, torch_own
+from tests.support.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from vlora_sgl.kernels.atmm import atmm, atmm_silu_and_mul, atmm_silu_reference, launch, make_routing
 from vlora_sgl.kernels.tiling import Tile
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
+from tests.support.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from vlora_sgl.kernels import tiling
 from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, launch, make_routing, tiles_of
 from vlora_sgl.kernels.tiling import OPS, Tile, TilingTable, default_tile, unpack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.interpreter import CUDA, DEVICE, kernels, passed_interpreted, starter
+from tests.support.interpreter import CUDA, DEVICE, kernels, passed_interpreted, starter
 from vlora_sgl.kernels import decode_attention as module
 from vlora_sgl.kernels.decode_attention import CHUNK, decode_attention, decode_attention_reference
 

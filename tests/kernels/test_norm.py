@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.interpreter import CUDA, DEVICE, kernels, passed_interpreted, starter
+from tests.support.interpreter import CUDA, DEVICE, kernels, passed_interpreted, starter
 from vlora_sgl.kernels.norm import add_rms_norm_
 
 SHAPES = [(1, 1), (3, 40), (5, 3584), (2, 2055)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.interpreter import CUDA, DEVICE, kernels, passed_interpreted, starter
+from tests.support.interpreter import CUDA, DEVICE, kernels, passed_interpreted, starter
 from vlora_sgl.kernels.rotary import rotate_, rotate_and_store, rotate_reference, rotated_reference
 
 # tokens, heads of q and k together, width of a head

@@ -16,7 +16,7 @@ import requests
 import vlora_sgl as vlora
 from tests.conftest import Server
 from tests.e2e.test_heads import make_headed
-from tests.lang import programs
+from tests.support import programs
 
 pytestmark = pytest.mark.e2e
 

@@ -15,8 +15,8 @@ import requests
 
 import vlora_sgl as vlora
 from tests.conftest import Server
-from tests.lang import programs
-from tests.tiny_random import make_adapter
+from tests.support import programs
+from tests.support.tiny_random import make_adapter
 from vlora_sgl.errors import ProgramCancelled, ProgramError
 from vlora_sgl.heads import save_heads
 
@@ -176,7 +176,7 @@ def test_batch_of_200_loses_nothing_while_a_tenth_is_cancelled(runtime: vlora.Ru
 def test_engine_in_process_gives_the_servers_results(server: Server, runtime: vlora.Runtime) -> None:
     """The one test that starts an engine of its own: the in-process backend has no other."""
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.lang.programs", str(server.model.path)]
+    command = [sys.executable, "-m", "tests.support.programs", str(server.model.path)]
     command += [f"{name}={path}" for name, path in server.model.adapters.items()]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     run = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=240)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.interpreter import CUDA, INTERPRETED, passed_interpreted, starter
+from tests.support.interpreter import CUDA, INTERPRETED, passed_interpreted, starter
 from vlora_sgl import _sgl
 from vlora_sgl.kernels.atmm import atmm_silu_reference
 from vlora_sgl.lora.layers import AtmmSiluAndMul, Owed, pair_activations, wrap_layer

@@ -13,7 +13,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
-from tests.lora.adapters import FAMILIES, TEXT, tiny_adapter, tiny_config, tiny_model
+from tests.support.lora_adapters import FAMILIES, TEXT, tiny_adapter, tiny_config, tiny_model
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.checkpoint import AdapterWeights, read_adapter
 from vlora_sgl.lora.layout import BaseLayout, canonical_name

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lora.adapters import TEXT, tiny_adapter, tiny_config, tiny_model
+from tests.support.lora_adapters import TEXT, tiny_adapter, tiny_config, tiny_model
 from vlora_sgl.lora.checkpoint import read_adapter
 from vlora_sgl.lora.layout import BaseLayout
 from vlora_sgl.lora.stacking import stack

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.managers.cost_fit import describe, fit, nonnegative
-from vlora_sgl.managers.cost_table import shipped
+from vlora_sgl.managers.policies.cost_fit import describe, fit, nonnegative
+from vlora_sgl.managers.policies.cost_table import shipped
 
 COSTS = shipped()["atmm"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.managers.cost_table import (
+from vlora_sgl.managers.policies.cost_table import (
     CostTable,
     ModelShape,
     PhaseCosts,

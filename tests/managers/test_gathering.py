@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vlora_sgl.core import ServiceClass
-from vlora_sgl.managers.cost_table import shipped
 from vlora_sgl.managers.policies import QueueState, RequestState, make_policy
+from vlora_sgl.managers.policies.cost_table import shipped
 
 COSTS = shipped()["atmm"]
 

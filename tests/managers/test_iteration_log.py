@@ -8,8 +8,8 @@ import pytest
 
 from vlora_sgl.core import InferenceMode
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.managers.cost_table import shipped
-from vlora_sgl.managers.iteration_log import Iteration, IterationLog, read_log
+from vlora_sgl.managers.policies.cost_table import shipped
+from vlora_sgl.managers.policies.iteration_log import Iteration, IterationLog, read_log
 
 COSTS = shipped()["atmm"]
 

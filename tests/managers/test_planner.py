@@ -11,9 +11,9 @@ import pytest
 
 from vlora_sgl.core import InferenceMode, ServiceClass
 from vlora_sgl.errors import RequestError
-from vlora_sgl.managers.cost_table import shipped
 from vlora_sgl.managers.planner import Planner, latency_constraint
 from vlora_sgl.managers.policies import POLICIES, Limits, make_policy
+from vlora_sgl.managers.policies.cost_table import shipped
 
 COSTS = shipped()["atmm"]
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from vlora_sgl.core import BatchPlan, InferenceMode, ServiceClass
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.managers.cost_table import shipped
 from vlora_sgl.managers.policies import POLICIES, Limits, QueueState, RequestState, make_policy
 from vlora_sgl.managers.policies.base import check_plan
+from vlora_sgl.managers.policies.cost_table import shipped
 
 COSTS = shipped()["atmm"]
 LIMITS = Limits(theta=0.5, wait_bound=2.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from vlora_sgl.managers.radix_cache import Reuse, ReuseTotals
 from vlora_sgl.managers.reuse_metrics import TOKENS, ReuseMetrics
+from vlora_sgl.mem_cache.radix_cache import Reuse, ReuseTotals
 
 
 def test_totals_arrive_under_their_labels() -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
-from vlora_sgl.generation.datasets import SPLITS, read_jsonl, write_jsonl
-from vlora_sgl.generation.trainer import Prepared, exact_match
+from tools.tiny import batches, build, domains
+from tools.tiny import scenes as S
+from tools.tiny.card import LOG, of_directory
+from vlora_sgl.generate.datasets import SPLITS, read_jsonl, write_jsonl
+from vlora_sgl.generate.trainer import Prepared, exact_match
 from vlora_sgl.heads import load_heads, read_description
-from vlora_sgl.mixes.spec import read_mix
 from vlora_sgl.models import tiny
-from vlora_sgl.models.tiny import batches, build, domains
-from vlora_sgl.models.tiny import scenes as S
-from vlora_sgl.models.tiny.card import LOG, of_directory
+from vlora_sgl.routed.spec import read_mix
 
 CPU = torch.device("cpu")
 FIVE = ("colour", "shape", "count", "position", "digit")
@@ -120,7 +120,7 @@ def test_every_question_has_one_answer_and_objects_do_not_overlap():
 
 
 def test_shipped_model_answers_unseen_scenes(shipped):
-    from vlora_sgl.models.tiny.train import accuracy
+    from tools.tiny.train import accuracy
 
     model, processor = shipped
     found = accuracy(model, processor, CPU, scenes=60, seed=99, kinds=FIVE)
@@ -166,7 +166,7 @@ def test_half_a_minute_of_training_on_the_cpu_beats_chance():
     """A third of the size, one question type, 150 steps: the loss falls and unseen scenes are answered."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    from vlora_sgl.models.tiny.train import accuracy, pretrain
+    from tools.tiny.train import accuracy, pretrain
 
     torch.manual_seed(0)
     processor = build.build_processor(build.build_tokenizer(S.corpus()))

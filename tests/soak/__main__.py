@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks import summary
 from tests.conftest import Server, TinyModel, serve
 from tests.soak import phases
-from tests.tiny_random import make_adapter, make_model
+from tests.support.tiny_random import make_adapter, make_model
 
 SLOTS, IN_MEMORY = 4, 7
 FLAGS = ("--max-loras-per-batch", SLOTS, "--max-loaded-loras", IN_MEMORY, "--max-running-requests", 12)

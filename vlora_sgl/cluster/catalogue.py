@@ -108,7 +108,7 @@ def members_of(path: str, name: str) -> tuple[str, ...]:
     says what is wrong with it."""
     if not (Path(path) / "vlora_mix.json").is_file():
         return ()
-    from vlora_sgl.mixes.spec import member_names  # imports torch, which the router needs for nothing else
+    from vlora_sgl.routed.spec import member_names  # imports torch, which the router needs for nothing else
 
     try:
         return member_names(path, name)

@@ -17,7 +17,7 @@ from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm, atmm_linear, atmm_silu_and_mul, make_routing
 from vlora_sgl.kernels.atmm.launch import library_linear
-from vlora_sgl.kernels.atmm.routing import (
+from vlora_sgl.kernels.atmm.row_routing import (
     DENSE_MAX_SLOTS,
     TILE_ROWS,
     active_table,

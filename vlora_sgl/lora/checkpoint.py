@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, canonical_name, is_tower, layer_of
+from vlora_sgl.lora.load_report import LoadReport, count
 from vlora_sgl.lora.peft_config import PeftLoraConfig
-from vlora_sgl.lora.report import LoadReport, count
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = WEIGHTS_NAME + ".index.json"

@@ -13,7 +13,7 @@ import torch
 
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import AdapterDescription, load_heads, read_description
-from vlora_sgl.lora.forks import split_batch
+from vlora_sgl.lora.invocation import split_batch
 from vlora_sgl.lora.layout import is_tower
 from vlora_sgl.lora.manager import VLoraManager
 

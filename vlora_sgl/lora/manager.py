@@ -22,9 +22,9 @@ from vlora_sgl.kernels.atmm import on_kernels
 from vlora_sgl.kernels.merge import FoldTarget, MergeTable
 from vlora_sgl.lora.adapter import load_adapter, pin_adapter
 from vlora_sgl.lora.layers import pair_activations, wrap_layer
+from vlora_sgl.lora.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 from vlora_sgl.lora.packed import PackedPool
 from vlora_sgl.lora.pool import SizedPool, fits
-from vlora_sgl.model_executor.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
 from vlora_sgl.server_args import VLoraArgs
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, launch, make_routing, tiles_of
-from vlora_sgl.kernels.atmm.routing import TILE_ROWS, is_dense
+from vlora_sgl.kernels.atmm.row_routing import TILE_ROWS, is_dense
 from vlora_sgl.kernels.tiling import Tile, bucket
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from fastapi import HTTPException
 
 from vlora_sgl import _sgl
 from vlora_sgl.errors import AdapterError, UnknownAdapterError
-from vlora_sgl.mixes.spec import is_mix, member_names
+from vlora_sgl.routed.spec import is_mix, member_names
 
 # SGLang's tokenizer manager, of which this is one side.
 Base: Any = object
@@ -161,7 +161,7 @@ class AdapterLifecycle(Base):
     # Lives
 
     async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
-        """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.report``)."""
+        """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.load_report``)."""
         self.auto_create_handle_loop()
         refusal = self._why_not_load(obj.lora_name)
         if refusal is not None:

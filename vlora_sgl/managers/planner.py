@@ -12,9 +12,9 @@ from typing import Any
 
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, ServiceClass
 from vlora_sgl.errors import RequestError
-from vlora_sgl.managers.iteration_log import Iteration
 from vlora_sgl.managers.policies import Policy, QueueState, RequestState, mode_of
 from vlora_sgl.managers.policies.base import Memory, visible
+from vlora_sgl.managers.policies.iteration_log import Iteration
 
 CLASS_KEY = "vlora_class"
 DEADLINE_KEY = "vlora_deadline_ms"

@@ -10,17 +10,17 @@ from typing import Any
 from vlora_sgl import _sgl
 from vlora_sgl.core import BatchPlan, InferenceMode
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.managers.adapter_manager import SlotResidency
-from vlora_sgl.managers.cost_table import CostTable, ModelShape, table_for
+from vlora_sgl.heads.scheduling import HeadRequests
+from vlora_sgl.lora.slot_residency import SlotResidency
 from vlora_sgl.managers.draining import AdapterDraining
-from vlora_sgl.managers.head_requests import HeadRequests
-from vlora_sgl.managers.iteration_log import IterationLog
+from vlora_sgl.managers.forced_mode import choose_mode
 from vlora_sgl.managers.metrics import VLoraMetrics
-from vlora_sgl.managers.mode_choice import choose_mode
 from vlora_sgl.managers.planner import Planner
 from vlora_sgl.managers.policies import Limits, Policy, make_policy
-from vlora_sgl.managers.reuse import PrefixReuse
+from vlora_sgl.managers.policies.cost_table import CostTable, ModelShape, table_for
+from vlora_sgl.managers.policies.iteration_log import IterationLog
 from vlora_sgl.managers.reuse_metrics import ReuseMetrics
+from vlora_sgl.mem_cache.reuse import PrefixReuse
 from vlora_sgl.server_args import VLoraArgs, changed_while_serving
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from vlora_sgl import _sgl
-from vlora_sgl.bake.manifest import BASE_DELTA, BakedModel, read_baked
 from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests, head_of
-from vlora_sgl.managers import messages
+from vlora_sgl.lora.exported import BASE_DELTA, BakedModel, read_baked
+from vlora_sgl.managers import tensor_pickle
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse, UnknownModelResponse
+from vlora_sgl.managers.ended_requests import RequestStates
 from vlora_sgl.managers.planner import latency_constraint
-from vlora_sgl.managers.request_states import RequestStates
 
 OUR_META_INFO = frozenset({"vlora_reuse", HEAD_KEY})
 """Keys of ``meta_info`` that the scheduler fills: what a request reused, and what its head said."""
@@ -45,7 +45,7 @@ class VLoraTokenizerManager(AdapterLifecycle, _sgl.TokenizerManager):
     def _dispatch_to_scheduler(self, obj: Any) -> None:
         """SGLang's, with tensors that take no archive; where it would write into the message first, just SGLang's."""
         if _sgl.USE_PICKLE_IPC and self.tokenizer_ipc_name is None:
-            self.send_to_scheduler.send(messages.dumps(obj))
+            self.send_to_scheduler.send(tensor_pickle.dumps(obj))
         else:
             super()._dispatch_to_scheduler(obj)
 

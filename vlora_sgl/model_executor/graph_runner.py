@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from vlora_sgl import _sgl
-from vlora_sgl.model_executor.prefill_attention import captured_attention
+from vlora_sgl.model_executor.fast_paths.prefill_attention import captured_attention
 
 WHOLE = ",whole"
 """Follows the variant in the key of a graph that captures attention as well."""

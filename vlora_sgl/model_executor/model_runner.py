@@ -8,9 +8,9 @@ from typing import Any
 
 from vlora_sgl import _sgl
 from vlora_sgl.lora.warmup import compile_prefills
-from vlora_sgl.managers import encoder_cache
-from vlora_sgl.model_executor import attention_tiles, decode_layers, vision_graphs, vision_layers
-from vlora_sgl.model_executor.embedding_count import EMBEDS_ONLY, leave_out_cached_images
+from vlora_sgl.model_executor.fast_paths import attention_tiles, decode_layers
+from vlora_sgl.multimodal import encoder_cache, vision_graphs, vision_layers
+from vlora_sgl.multimodal.embedding_count import EMBEDS_ONLY, leave_out_cached_images
 from vlora_sgl.server_args import VLoraArgs
 
 READERS = frozenset(

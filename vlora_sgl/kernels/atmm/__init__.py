@@ -14,7 +14,7 @@ import torch
 
 from vlora_sgl.kernels.atmm import launch
 from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_silu_reference, atmm_torch
-from vlora_sgl.kernels.atmm.routing import DENSE_MAX_ROWS, Group, Pairs, Routing, make_routing
+from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_ROWS, Group, Pairs, Routing, make_routing
 from vlora_sgl.kernels.tiling import Tile, TilingTable, pack, table_for
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import triton
 
 from vlora_sgl.kernels.atmm import activation, kernel
-from vlora_sgl.kernels.atmm.routing import Routing
+from vlora_sgl.kernels.atmm.row_routing import Routing
 from vlora_sgl.kernels.devices import ARRIVALS, arrivals, early, is_hopper, shared_memory
 from vlora_sgl.kernels.tiling import Tile
 

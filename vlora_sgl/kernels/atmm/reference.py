@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vlora_sgl.kernels.atmm.routing import Group, Routing
+from vlora_sgl.kernels.atmm.row_routing import Group, Routing
 
 
 def atmm_reference(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.managers.cost_table import CostTable
 from vlora_sgl.managers.policies.base import Limits, Policy, QueueState, RequestState, mode_of
 from vlora_sgl.managers.policies.cost import CostPolicy
+from vlora_sgl.managers.policies.cost_table import CostTable
 from vlora_sgl.managers.policies.dlora import DLoraPolicy
 from vlora_sgl.managers.policies.merged import MergedPolicy
 from vlora_sgl.managers.policies.unmerged import UnmergedPolicy

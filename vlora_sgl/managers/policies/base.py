@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, ServiceClass, adapters_in
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.managers.cost_table import CostTable, Groups
+from vlora_sgl.managers.policies.cost_table import CostTable, Groups
 
 CLASS_WEIGHT = {ServiceClass.REALTIME: 4.0, ServiceClass.INTERACTIVE: 1.0, ServiceClass.BATCH: 0.25}
 """How much faster a class gathers credit than ``interactive``."""

@@ -24,7 +24,6 @@ from collections import Counter
 from math import sqrt
 
 from vlora_sgl.core import AdapterId, BatchPlan, ServiceClass
-from vlora_sgl.managers.cost_table import Groups
 from vlora_sgl.managers.policies.base import (
     Memory,
     Policy,
@@ -34,6 +33,7 @@ from vlora_sgl.managers.policies.base import (
     group_sizes,
     largest_group,
 )
+from vlora_sgl.managers.policies.cost_table import Groups
 
 LOOKAHEAD = 16
 """Decode iterations of the present batch that are counted as known work: about how long a batch keeps its rows."""

@@ -21,5 +21,5 @@ def adapters() -> dict[str, Path]:
 
 
 def mix() -> Path:
-    """The directory of a learned mix over the adapters that start at the first token (docs/mixes.md)."""
+    """The directory of a learned mix over the adapters that start at the first token (docs/routed.md)."""
     return _HERE / "mix"

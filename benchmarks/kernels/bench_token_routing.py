@@ -1,0 +1,292 @@
+"""Routing by token against a pass per adapter, on the linears of a 7B model (MoLoRA, arXiv:2603.15965, tables 3 to 8).
+
+    python -m benchmarks.kernels.bench_token_routing [--summary FILE] [--rows FILE]
+    TRITON_INTERPRET=1 python -m benchmarks.kernels.bench_token_routing --dry-run     # without a GPU: equality only
+
+K passes: what an engine without routing does for tokens of K adapters: every token through every adapter's pass (which
+tokens of a pass are kept costs nothing here). One pass: a mix of the K adapters, the router's network included. Both
+are the LoRA part alone, of all layers (the router decides once for all of them); the base GEMMs would only dilute the
+ratio. ``k1_over_single`` is with the base GEMMs: a mix with top_k 1 over the same rows on one adapter. Access patterns
+differ in which member the tokens want; members stay resident. ``speedup_k4`` is the worse of interleaved and separated
+tokens at the size of the paper's tables, ``speedup_k4.rowsN`` the worst pattern at N rows, the others the worst of
+all rows and patterns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.summary import SUMMARY, card_name, record
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Pairs, Routing, atmm, atmm_linear, make_routing
+from vlora_sgl.routed.regroup import Routed, device_tiles
+from vlora_sgl.routed.router_tables import MixRows, MixTables
+from vlora_sgl.routed.spec import MixSpec
+from vlora_sgl.routed.token_router import Router
+
+SLOTS, RANK = 8, 64
+PATTERNS = ("uniform", "zipf", "bursty", "adversarial", "separated")
+TABLE_ROWS, TABLE_PATTERNS = 2048, ("adversarial", "separated")
+"""Of the paper's tables 3 and 6: 2,048 tokens, as many for each adapter, interleaved or separated."""
+Layer = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]]
+
+
+def build_layers(
+    layers: int, hidden: int, kv: int, intermediate: int, device: torch.device, dtype: torch.dtype
+) -> Layer:
+    """(weight, a, b, offsets) of the four linears of every layer."""
+    wide = {
+        "qkv": (hidden, (0, hidden, hidden + kv, hidden + 2 * kv)),
+        "o": (hidden, (0, hidden)),
+        "gate_up": (hidden, (0, intermediate, 2 * intermediate)),
+        "down": (intermediate, (0, hidden)),
+    }
+    layer: Layer = []
+    for k, offsets in [*wide.values()] * layers:
+        n, parts = offsets[-1], len(offsets) - 1
+
+        def random(*shape: int, scale: float) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=dtype).mul_(scale)
+
+        weight = random(n, k, scale=k**-0.5)
+        a, b = random(SLOTS, parts * RANK, k, scale=k**-0.5), random(SLOTS, n, RANK, scale=0.1)
+        layer.append((weight, a, b, offsets))
+    return layer
+
+
+def wanted_members(pattern: str, rows: int, members: int, rng: np.random.Generator) -> np.ndarray:
+    """[rows] the member every token wants."""
+    if pattern == "uniform":
+        return rng.integers(0, members, rows)
+    if pattern == "zipf":
+        share = 1 / np.arange(1, members + 1)
+        return rng.choice(members, rows, p=share / share.sum())
+    if pattern == "bursty":
+        return np.repeat(rng.integers(0, members, -(-rows // 16)), 16)[:rows]
+    if pattern == "adversarial":  # every neighbour another
+        return np.arange(rows) % members
+    return np.sort(np.arange(rows) % members)
+
+
+class Timer:
+    """Times work on the device, as a captured graph if asked, with the L2 cache flushed before each run.
+
+    Without a graph the device sleeps until the host has launched everything: host time is no part of the result, as in
+    serving, where it hides behind the base model's layers.
+    """
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+        self.flusher = torch.empty(64 << 20 if device.type == "cuda" else 1, dtype=torch.int32, device=device)
+
+    def times(self, work: Callable[[], object], graph: bool) -> list[float]:
+        """Milliseconds of every repeat."""
+        if self.device.type != "cuda":
+            work()
+            return [1.0, 1.0]
+        for _ in range(3):
+            work()
+        run: Callable[[], object] = work
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        cycles = int(1.5e9 * 2 * (time.perf_counter() - began))  # twice that time, at an H100's base clock
+        torch.cuda.synchronize()
+        if graph:
+            captured, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                work()
+                with torch.cuda.graph(captured, stream=stream):
+                    work()
+            torch.cuda.current_stream().wait_stream(stream)
+            run = captured.replay
+        found = []
+        for _ in range(self.repeats):
+            self.flusher.zero_()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            if not graph:
+                torch.cuda._sleep(cycles)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end))
+        return found
+
+
+class Case:
+    """One batch size, number of members and pattern, ready to run both ways."""
+
+    def __init__(self, layer: Layer, rows: int, members: int, pattern: str, device: torch.device, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.layer, self.rows, self.members, self.device = layer, rows, members, device
+        dtype, hidden = layer[0][0].dtype, layer[0][0].shape[1]
+        self.inputs = {
+            weight.shape[1]: torch.randn(rows, weight.shape[1], device=device, dtype=dtype) for weight, *_ in layer
+        }
+        first = layer[:4]  # the layers share their outputs, as they would in a model that keeps none
+        outputs = [torch.zeros(rows, offsets[-1], device=device, dtype=dtype) for *_, offsets in first]
+        self.outputs = outputs * (len(layer) // len(first))
+        want = wanted_members(pattern, rows, members, rng)
+        # The router reads the member off the first components: one network for every pattern, at full cost.
+        router = Router(hidden, members, "token")
+        with torch.no_grad():
+            router.w1.zero_(), router.w2.zero_()
+            for m in range(members):
+                router.w1[m, m], router.w2[m, m] = 1.0, 20.0
+        x = self.inputs[hidden]
+        x[:, :members] = 0
+        x[torch.arange(rows), torch.from_numpy(want).to(device)] = 30.0
+        vocabulary = 1024
+        self.tables = MixTables(1, hidden, vocabulary, DENSE_MAX_ROWS, device)
+        self.tables.bind(torch.zeros(rows, 2, dtype=torch.int32, device=device), rows + 1)
+        self.tables.put(MixSpec(tuple(map(str, range(members))), router=router.requires_grad_(False).to(device)))
+        zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+        every = torch.arange(rows, device=device)
+        self.part = MixRows(0, every, zeros, every, every, zeros)
+        self.ids, self.seq_lens, self.out = zeros, zeros + 1, every + 1
+        self.numbers = np.arange(rows, dtype=np.int32)
+        self.base = self.routing(tuple((m, 0.0) for m in range(members)))
+        self.single = self.routing(((0, 1.0),))
+        self.passes = [self.routing(((m, 1.0),)) for m in range(members)]
+        self.kept = [torch.from_numpy(want == m).to(device)[:, None] for m in range(members)]
+        self.gates = None if self.base.gates is None else self.base.gates.clone()
+        self.tables.refresh([0] * min(rows, DENSE_MAX_ROWS), {0: [(m, 1.0) for m in range(members)]})
+        self.want = torch.from_numpy(want)
+
+    def routing(self, pairs: Pairs) -> Routing:
+        """Every row on these pairs."""
+        return make_routing([(self.numbers, pairs)], self.rows, [RANK] * SLOTS, [1.0] * SLOTS, self.device)
+
+    def route(self) -> Routing:
+        """What serving does before the first layer."""
+        x = self.inputs[self.layer[0][0].shape[1]]
+        if self.gates is not None and self.base.gates is not None:
+            self.base.gates.copy_(self.gates)
+            self.tables.route_decode(self.base.gates, x, self.ids, self.part.request, self.seq_lens, self.out)
+            return self.base
+        weights = self.tables.route_prefill(self.part, x, self.ids, self.out)
+        return device_tiles(self.base, [Routed(self.part.rows, weights, range(self.members), 1)], [])
+
+    def lora(self, routing: Routing) -> None:
+        """The LoRA part of all linears, added to the outputs."""
+        for (weight, a, b, offsets), y in zip(self.layer, self.outputs, strict=True):
+            atmm(y, self.inputs[weight.shape[1]], a, b, routing, offsets)
+
+    def one_pass(self) -> None:
+        """The router, then every token through its own adapter."""
+        self.lora(self.route())
+
+    def k_passes(self) -> None:
+        """Every token through every adapter, one after the other."""
+        for routing in self.passes:
+            self.lora(routing)
+
+    def whole(self, routed: bool) -> None:
+        """The linears with their base weights, by the mix or on one adapter."""
+        routing = self.route() if routed else self.single
+        for weight, a, b, offsets in self.layer:
+            atmm_linear(self.inputs[weight.shape[1]], weight, None, a, b, routing, offsets)
+
+    def check(self) -> None:
+        """One pass gives every row what its own adapter's pass gives it. Raises AssertionError otherwise."""
+
+        def delta(work: Callable[[], None]) -> list[torch.Tensor]:
+            for y in self.outputs[:4]:
+                y.zero_()
+            work()
+            return [y.clone() for y in self.outputs[:4]]
+
+        mine = delta(self.one_pass)
+        wanted = [torch.zeros_like(y) for y in self.outputs[:4]]
+        for routing, kept in zip(self.passes, self.kept, strict=True):
+            for total, y in zip(wanted, delta(lambda r=routing: self.lora(r)), strict=True):  # type: ignore[misc]
+                total.add_(torch.where(kept, y, 0))
+        for one, other in zip(mine, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
+            assert one.abs().max() > 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, no timing, nothing recorded")
+    parser.add_argument("--repeats", type=int, default=24)
+    parser.add_argument("--summary", type=Path, default=SUMMARY)
+    parser.add_argument("--rows", type=Path, help="where every measurement goes, as JSON")
+    parser.add_argument("--recorded", type=Path, help="measure nothing: the figures of these rows")
+    args = parser.parse_args()
+    if args.recorded:
+        rows = json.loads(args.recorded.read_text())
+        publish(rows, rows[0]["card"], args.summary)
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = (32, 16, 48) if args.dry_run else (3584, 512, 18944)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    layer = build_layers(2 if args.dry_run else 28, *shape, device, dtype)
+    timer = Timer(device, 2 if args.dry_run else args.repeats)
+    results: list[dict[str, Any]] = []
+    for rows in (64, 80) if args.dry_run else (64, 256, 1024, TABLE_ROWS):
+        # Where a graph can hold it: decode. A prefill with mixes is eager in serving.
+        graph = rows <= DENSE_MAX_ROWS
+        pooled: list[float] = []
+        for members in (2,) if args.dry_run else (2, 4):
+            for pattern in PATTERNS[:1] if args.dry_run or members == 2 else PATTERNS:
+                case = Case(layer, rows, members, pattern, device, seed=rows + members)
+                case.check()
+                one = timer.times(case.one_pass, graph)
+                many = timer.times(case.k_passes, graph)
+                whole = timer.times(lambda c=case: c.whole(True), graph)  # type: ignore[misc]
+                single = timer.times(lambda c=case: c.whole(False), graph)  # type: ignore[misc]
+                pooled += one if members == 4 else []
+                row = {
+                    "rows": rows, "members": members, "pattern": pattern, "graph": graph,
+                    "one_pass_ms": statistics.median(one), "k_passes_ms": statistics.median(many),
+                    "speedup": statistics.median(many) / statistics.median(one),
+                    "over_single": statistics.median(whole) / statistics.median(single),
+                }  # fmt: skip
+                if graph:
+                    row["eager_ms"] = statistics.median(timer.times(case.one_pass, False))
+                results.append(row)
+                said = (f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+                print(" ".join(said), flush=True)
+        if not args.dry_run:
+            spread = float(np.percentile(pooled, 99) / np.percentile(pooled, 50))
+            results.append({"rows": rows, "p99_over_p50": spread})
+            print(f"rows={rows} p99/p50 over all patterns, 4 members: {spread:.3f}", flush=True)
+    if args.dry_run:
+        print("dry run: one pass equals K passes everywhere; nothing recorded")
+        return
+    card = card_name()
+    if args.rows:
+        args.rows.write_text(json.dumps([{**row, "card": card} for row in results], indent=1))
+    publish(results, card, args.summary)
+
+
+def publish(results: list[dict[str, Any]], card: str, summary: Path) -> None:
+    """Record what the rows say."""
+    four = [row for row in results if row.get("members") == 4]
+    table = [row for row in four if row["rows"] == TABLE_ROWS and row["pattern"] in TABLE_PATTERNS]
+    figures = [("speedup_k4", min(row["speedup"] for row in table), "x", True)]
+    for rows in sorted({row["rows"] for row in four}):
+        worst = min(row["speedup"] for row in four if row["rows"] == rows)
+        figures.append((f"speedup_k4.rows{rows}", worst, "x", True))
+    figures.append(("k1_over_single", max(row["over_single"] for row in four), "ratio", False))
+    if spreads := [row["p99_over_p50"] for row in results if "p99_over_p50" in row]:
+        figures.append(("p99_over_p50", max(spreads), "ratio", False))
+    for name, value, unit, higher in figures:
+        print(f"routing.{name}: {value:.4f}")
+        record(f"routing.{name}", value, unit, higher, card=card, summary=summary)
+
+
+if __name__ == "__main__":
+    main()

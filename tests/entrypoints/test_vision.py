@@ -1,0 +1,83 @@
+"""The HTTP side by itself: which URLs are fetched, where a head's name travels, what pixels mean."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.head_reference import data_url, make_image
+from vlora_sgl.entrypoints.vision import check_image_urls, in_pixels_sent, move_head
+from vlora_sgl.errors import HeadError, RequestError
+from vlora_sgl.heads import ClassifyHead, DetectHead, save_heads
+from vlora_sgl.heads.requests import answer_text, check_head_requests
+from vlora_sgl.managers.tokenizer_manager import forget_claimed_hashes
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://10.0.0.1/x.png", "file:///etc/passwd", "/etc/passwd", "https://a.example.org.evil.net/x", "ftp://a"],
+)
+def test_only_data_urls_and_allowed_hosts(url: str) -> None:
+    check_image_urls(["data:image/png;base64,AA==", "https://a.example.org/x.png"], ["a.example.org"])
+    with pytest.raises(RequestError, match=r"a\.example\.org"):
+        check_image_urls([url], ["a.example.org"])
+
+
+def test_the_heads_name_moves_to_custom_params() -> None:
+    body = json.dumps({"text": "x", "head": "kind", "sampling_params": {"custom_params": {"a": 1}}}).encode()
+    assert json.loads(move_head(body, "/generate")) == {
+        "text": "x",
+        "sampling_params": {"custom_params": {"a": 1, "vlora_head": "kind"}},
+    }
+    assert json.loads(move_head(b'{"head": "kind"}', "/v1/chat/completions")) == {
+        "custom_params": {"vlora_head": "kind"}
+    }
+    for untouched in (b'{"text": "x"}', b'{"head": 3}', b'["head"]', b'{"head"'):
+        assert move_head(untouched, "/generate") == untouched
+
+
+def test_pixels_are_those_of_the_image_sent() -> None:
+    box = {"image": 0, "label": "cat", "score": 0.9, "box": [0.5, 0.5, 1.0, 1.0], "pixels": [56, 42, 112, 84]}
+    answer = {"kind": "detect", "image_sizes": [[112, 84]], "boxes": [box]}
+    sent = in_pixels_sent(answer, [data_url(make_image(0, (200, 100)))])
+    assert sent["image_sizes"] == [[200, 100]] and sent["boxes"][0]["pixels"] == [100, 50, 200, 100]
+    assert in_pixels_sent(answer, ["https://a.example.org/x.png"])["boxes"][0]["pixels"] == [56, 42, 112, 84]
+    assert json.loads(answer_text(answer)) == [{"label": "cat", "box": [0.5, 0.5, 1.0, 1.0]}]
+
+
+def request(head: str, lora_path: Any = "A", image: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        is_single=True,
+        lora_path=lora_path,
+        image_data=image,
+        sampling_params={"max_new_tokens": 0, "custom_params": {"vlora_head": head}},
+    )
+
+
+def test_heads_are_checked_before_the_engine(tmp_path: Any) -> None:
+    save_heads(tmp_path, [ClassifyHead("kind", 8, ["a", "b"]), DetectHead("find", 8, ["a"])])
+    adapters = {"A": SimpleNamespace(lora_path=str(tmp_path))}
+    good = request("kind")
+    check_head_requests(good, adapters)
+    assert good.sampling_params["max_new_tokens"] == 1  # with 0 the answer would be lost on the way out
+    check_head_requests(SimpleNamespace(sampling_params={"temperature": 0}), {})
+    for bad, message in (
+        (request("kinds"), r"kind \(classify\), find \(detect\)"),
+        (request("kind", None), "base model"),
+        (request("find"), "none"),
+    ):
+        with pytest.raises(HeadError, match=message):
+            check_head_requests(bad, adapters)
+    check_head_requests(request("kind", "unknown"), adapters)  # the adapter is reported, not its head
+    save_heads(tmp_path, [ClassifyHead("other", 8, ["a", "b"])])
+    check_head_requests(request("other"), adapters)  # files that changed are read again
+
+
+def test_an_images_claim_about_itself_is_forgotten() -> None:
+    image = {"format": "processor_output", "pixel_values": [1], "hash": 7, "pad_value": 9}
+    forget_claimed_hashes(["data:,", [image]])
+    assert image == {"format": "processor_output", "pixel_values": [1]}
+    forget_claimed_hashes(None)

@@ -1,0 +1,63 @@
+"""Slots: who is evicted, and what is counted. Metrics: what a scrape shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from vlora_sgl.lora.slot_residency import SlotResidency
+from vlora_sgl.managers.metrics import VLoraMetrics
+
+
+def filled(*uids: str) -> SlotResidency:
+    """Slots used in this order."""
+    slots = SlotResidency(memory=4)
+    for uid in uids:
+        slots.mark_used(uid)
+    return slots
+
+
+def test_the_least_recently_used_of_the_unneeded_goes_first() -> None:
+    slots = filled("a", "b", "c", "a")
+    slots.want(["b"])
+    assert slots.select_victim({"a", "b", "c"}) == "c"
+    slots.want([])
+    assert slots.select_victim({"a", "b", "c"}) == "b"
+
+
+def test_among_the_needed_the_last_needed_goes_and_the_base_only_at_last() -> None:
+    slots = filled("a", "b", "c")
+    slots.want(["b", None, "c", "a"])
+    assert slots.select_victim({"a", "b", "c", None}) == "a"
+    assert slots.select_victim({"b", "c", None}) == "c"
+    assert slots.select_victim({None}) is None
+
+
+def test_thrash_is_counted_apart_from_first_loads() -> None:
+    slots = filled("a", "b")
+    assert (slots.hits, slots.misses, slots.reloads) == (0, 2, 0)
+    for uid in "abab":  # one slot too few: each use evicts what the next one needs
+        victim = slots.select_victim({"a", "b"} - {uid})
+        assert victim is not None
+        slots.remove(victim)
+        slots.mark_used(victim)
+    assert (slots.misses, slots.evictions, slots.reloads) == (6, 4, 4)
+
+
+def test_a_scrape_shows_tiers_modes_and_adapters() -> None:
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    metrics = VLoraMetrics({"model_name": "m"}, registry)
+    planner = {"switches": 3, "switch_seconds": 0.03, "starving": 1}
+
+    def scrape(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"vlora:{name}", {"model_name": "m", **labels})
+
+    slots = filled("a", "b").state()
+    metrics.update({"merged": 3, "unmerged": 1}, planner, slots, 5, Counter(a=2), Counter(a=1, base=4))
+    assert scrape("mode_share", mode="merged") == 0.75
+    assert (scrape("adapters", tier="device"), scrape("adapters", tier="host")) == (2, 3)
+    assert (scrape("switches"), scrape("starving_requests"), scrape("slot_misses")) == (3, 1, 2)
+    assert scrape("adapter_requests", adapter="a", state="waiting") == 2
+    metrics.update({"merged": 3, "unmerged": 1}, planner, slots, 5, Counter(), Counter(base=1))
+    assert scrape("adapter_requests", adapter="a", state="waiting") == 0

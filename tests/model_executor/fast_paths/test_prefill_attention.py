@@ -1,0 +1,91 @@
+"""Tables of captured attentions: which prefills they serve, what their kernels read. Graphs: tests/e2e, on a GPU."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vlora_sgl.model_executor.fast_paths.prefill_attention import (
+    MAX_CACHED,
+    MAX_REQUESTS,
+    MAX_TOKENS,
+    CapturedAttention,
+)
+
+
+@dataclass
+class Metadata:
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    max_extend_len: int
+
+
+class Backend:
+    def __init__(self, new, cached):
+        bounds = [torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int() for lengths in (new, cached)]
+        self.forward_metadata = Metadata(*bounds, torch.arange(100, 100 + sum(cached)), max(new))
+
+    def forward(self, q, k, v, layer, batch):
+        batch._attn_output[: int(self.forward_metadata.qo_indptr[-1])] = q
+        return batch._attn_output
+
+
+def tables(backend):
+    return CapturedAttention(backend, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "served"),
+    [
+        (64, [0], True),
+        (64, [0] * 16, True),
+        (64, [0] * 17, False),
+        (MAX_TOKENS, [0] * MAX_REQUESTS, True),
+        (MAX_TOKENS, [0] * (MAX_REQUESTS + 1), False),
+        (MAX_TOKENS + 64, [0], False),
+        (4, [MAX_CACHED], True),
+        (8, [MAX_CACHED, 1], False),
+    ],
+)
+def test_what_a_graph_serves(tokens, cached, served):
+    assert CapturedAttention.serves(tokens, cached) is served
+
+
+def test_requests_that_are_not_there_have_no_tokens():
+    attention = tables(Backend([3, 5], [2, 7]))
+    attention.capture(16, lambda: None)
+    seen = attention.backend.forward_metadata
+    attention.backend.forward_metadata = Backend([3, 5], [2, 7]).forward_metadata
+    attention.refresh(8, 9)
+    assert seen.qo_indptr.tolist() == [0, 3, 8, 8, 8]
+    assert seen.kv_indptr.tolist() == [0, 2, 9, 9, 9]
+    assert seen.kv_indices[:9].tolist() == list(range(100, 109))
+    assert seen.max_extend_len == 16
+
+
+def test_a_smaller_batch_leaves_nothing_of_the_one_before():
+    attention = tables(Backend([4] * 8, [1] * 8))
+    attention.capture(32, lambda: None)
+    seen = attention.backend.forward_metadata
+    for new, cached in (([4] * 8, [1] * 8), ([2], [0])):
+        attention.backend.forward_metadata = Backend(new, cached).forward_metadata
+        attention.refresh(sum(new), sum(cached))
+    assert seen.qo_indptr.tolist() == [0] + [2] * 8
+    assert seen.kv_indptr.tolist() == [0] * 9
+
+
+def test_rows_past_the_batch_come_out_as_zeros_and_the_backend_is_left_as_it_was():
+    backend = Backend([2], [0])
+    batch = SimpleNamespace(_attn_output=torch.full((4, 3), float("nan")))
+
+    def forward():
+        return backend.forward(torch.ones(2, 3), None, None, None, batch)
+
+    attention = tables(backend)
+    metadata = backend.forward_metadata
+    whole = attention.capture(4, forward)
+    backend.forward_metadata = metadata
+    assert whole().tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+    assert "forward" not in vars(backend)

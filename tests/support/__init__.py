@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: models, adapters, references, engines."""

@@ -1,0 +1,125 @@
+"""What the tests of modes share: adapters of different rank, scaling and targets, PEFT's answers, the comparison.
+
+On a CPU the engines compute in float32, where greedy tokens must be PEFT's; on a GPU in bfloat16, where a token may
+differ only where the two best are closer than rounding reaches (``tests.support.rounding``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.engine_runs import EngineProcess, Run
+from tests.support.rounding import logprob_bounds, logprobs
+from tests.support.tiny_random import make_adapter
+from vlora_sgl.platforms.cpu import is_plain_cpu
+
+TOKENS = 8
+CHUNK = 32
+TEXT = "<|im_start|>user\n" + "How many objects are there? Describe the image. " * 6 + "<|im_end|>\n"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """PEFT's greedy tokens, their log-probabilities (unmerged and merged), and how far rounding may move them."""
+
+    ids: list[int]
+    logprobs: list[float]
+    merged_logprobs: list[float]
+    bounds: list[float]
+
+
+def make_adapters(root: Path, model: Path) -> dict[str, Path]:
+    """Rank 16 on all linears, rank 8 on part of attention, rank 4 (rsLoRA) on part of the MLP."""
+    return {
+        "all": make_adapter(root / "all", model, 1),
+        "attention": make_adapter(root / "attention", model, 5, 8, targets=["q_proj", "v_proj", "o_proj"]),
+        "mlp": make_adapter(root / "mlp", model, 6, 4, 3, ["gate_proj", "down_proj"], use_rslora=True),
+    }
+
+
+def engine_options(model: Path, adapters: dict[str, Path]) -> dict[str, Any]:
+    """An engine that serves all of them at once and prefills in chunks."""
+    options: dict[str, Any] = {
+        "model_path": str(model),
+        "enable_lora": True,
+        "lora_paths": [f"{name}={path}" for name, path in adapters.items()],
+        "max_loras_per_batch": len(adapters) + 1,
+        "chunked_prefill_size": CHUNK,
+    }
+    if not is_plain_cpu():
+        options |= {
+            "dtype": "bfloat16",
+            "attention_backend": "triton",
+            "mm_attention_backend": "triton_attn",
+            "sampling_backend": "pytorch",
+            "cuda_graph_bs_decode": [1, 2, 4, 8],
+            "mem_fraction_static": 0.3,
+            "max_total_tokens": 65536,
+        }
+    return options
+
+
+def expected_answers(model_path: Path, adapters: dict[str, Path]) -> dict[str | None, Expected]:
+    """PEFT's answer to ``TEXT``, per adapter, in float32 on the CPU."""
+    from peft import PeftModel
+    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+    prompt = AutoTokenizer.from_pretrained(model_path)(TEXT)["input_ids"]
+    assert len(prompt) > 2 * CHUNK
+    found: dict[str | None, Expected] = {}
+    for name in (None, *adapters):
+        base = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_path, dtype=torch.float32).eval()
+        base.generation_config.eos_token_id = None
+        model = base if name is None else PeftModel.from_pretrained(base, adapters[name]).eval()
+        with torch.no_grad():
+            ids = model.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=TOKENS)
+            answer = ids[0, len(prompt) :].tolist()
+            unmerged = logprobs(model, prompt, answer)
+            if name is not None:
+                base = model.merge_and_unload()
+            merged = logprobs(base, prompt, answer)
+        bounds = logprob_bounds(base, prompt, answer, torch.float32 if is_plain_cpu() else torch.bfloat16)
+        found[name] = Expected(answer, unmerged.tolist(), merged.tolist(), bounds)
+    assert len({tuple(e.ids) for e in found.values()}) == len(found), "adapters must change the answer"
+    assert all(max(e.bounds) < 0.2 for e in found.values()), "bounds that would let another adapter's answer through"
+    return found
+
+
+def ask(engine: EngineProcess, names: Sequence[str | None]) -> Run:
+    """``TEXT`` to every named adapter at once."""
+    return engine.generate(
+        prompt=[TEXT] * len(names),
+        lora_path=list(names),
+        sampling_params={"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
+        return_logprob=True,
+        top_logprobs_num=2,
+    )
+
+
+def check(answer: dict[str, Any], wanted: Expected) -> None:
+    """The answer is PEFT's, merged and unmerged, but for rounding."""
+    ids = answer["output_ids"]
+    assert len(ids) == TOKENS
+    if is_plain_cpu():
+        assert ids == wanted.ids
+    meta = answer["meta_info"]
+    for i, (score, _, _) in enumerate(meta["output_token_logprobs"]):
+        if ids[i] != wanted.ids[i]:
+            best, second = (top[0] for top in meta["output_top_logprobs"][i][:2])
+            assert best - second <= 2 * wanted.bounds[i], f"token {i} of {ids}, expected {wanted.ids}"
+            return
+        for reference in (wanted.logprobs[i], wanted.merged_logprobs[i]):
+            assert abs(score - reference) <= wanted.bounds[i], f"token {i}: {score} {reference} +- {wanted.bounds[i]}"
+
+
+def check_all(engine: EngineProcess, names: Sequence[str | None], expected: dict[str | None, Expected]) -> Run:
+    """Ask, check every row, and return the run."""
+    run = ask(engine, names)
+    for name, answer in zip(names, run.answers, strict=True):
+        check(answer, expected[name])
+    return run

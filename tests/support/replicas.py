@@ -1,0 +1,179 @@
+"""Replicas without an engine: real HTTP servers that count what they get, and a router in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from vlora_sgl.cluster.links import Keys, Links, new_session
+from vlora_sgl.cluster.placement import Affinity, Routing
+from vlora_sgl.cluster.replica import Replica
+from vlora_sgl.cluster.replica_router import Router, Settings
+
+ADMIN = "secret"
+SETTINGS, KEYS = Settings(patience=0.5), Keys(admin=ADMIN)
+
+
+class FakeReplica:
+    """Speaks as much of a server's HTTP as the router uses.
+
+    Attributes:
+        adapters: loaded ones, path by name.
+        bodies: of the requests it got.
+        orders: paths of the orders it got.
+        hold: while unset, no request is answered.
+        chunks: events of a stream, before the last.
+    """
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, str] = {}
+        self.bodies: list[Any] = []
+        self.orders: list[str] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.chunks, self.stop_after = 3, 99
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application()
+        app.router.add_get("/health", self._fine)
+        app.router.add_get("/model_info", self._info)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/tokenize", self._fine)
+        app.router.add_post("/flush_cache", self._order)
+        for verb in ("load", "unload", "reload", "pin"):
+            app.router.add_post(f"/{verb}_lora_adapter", self._order)
+        for path in ("/generate", "/v1/chat/completions", "/v1/vision/classify"):
+            app.router.add_post(path, self._serve)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def kill(self) -> None:
+        """End as a killed process does: every connection breaks, and no new one is taken."""
+        if self._runner is None or self._runner.server is None:
+            return
+        for site in list(self._runner.sites):
+            site._server.close()  # type: ignore[attr-defined]
+        for connection in self._runner.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._runner.cleanup()
+        self._runner = None
+
+    async def _fine(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "/models/base"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        cards = [{"id": name, "root": path, "parent": "base"} for name, path in self.adapters.items()]
+        return web.json_response({"object": "list", "data": [{"id": "base", "root": "base"}, *cards]})
+
+    async def _order(self, request: web.Request) -> web.Response:
+        self.orders.append(request.path)
+        if request.path == "/flush_cache":
+            return web.Response(text="Cache flushed.")
+        if request.headers.get("Authorization") != f"Bearer {ADMIN}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        body = json.loads(await request.text())
+        name, path = body["lora_name"], body.get("lora_path")
+        if path == "broken" or (request.path.startswith("/load") and name in self.adapters):
+            return web.json_response({"success": False, "error_message": f"no {name} from {path}"}, status=400)
+        if request.path.startswith("/unload"):
+            del self.adapters[name]
+        elif path:
+            self.adapters[name] = path
+        return web.json_response({"success": True, "report": "all matched"})
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.text())
+        self.bodies.append(body)
+        await self.hold.wait()
+        if not body.get("stream"):
+            return web.json_response({"by": self.url, "has": sorted(self.adapters)}, headers={"X-Kept": "yes"})
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await out.prepare(request)
+        for number in range(self.chunks):
+            await out.write(f'data: {{"n": {number}}}\n\n'.encode())
+            if number == self.stop_after:
+                await asyncio.Event().wait()
+            await asyncio.sleep(0.05)
+        await out.write(b"data: [DONE]\n\n")
+        return out
+
+
+class FakeCluster:
+    """Fake replicas behind a real router.
+
+    Attributes:
+        fakes: the replicas.
+        router: in front of them.
+        url: of the router.
+        client: a session of a user.
+        troubles: numbers of replicas that the router found wanting.
+    """
+
+    def __init__(self, fakes: list[FakeReplica], router: Router, url: str, client: aiohttp.ClientSession) -> None:
+        self.fakes, self.router, self.url, self.client = fakes, router, url, client
+        self.troubles: list[int] = []
+
+    async def post(self, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
+        """Status and parsed answer."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with self.client.post(self.url + path, json=body, headers=headers) as answer:
+            return answer.status, json.loads(await answer.text())
+
+    async def ask(self, adapter: str | None = None, **more: Any) -> tuple[int, Any]:
+        """One request."""
+        return await self.post("/generate", {"text": "x", "lora_path": adapter, **more})
+
+    async def get(self, path: str) -> Any:
+        """Parsed answer of a GET that must succeed."""
+        async with self.client.get(self.url + path) as answer:
+            assert answer.status == 200, await answer.text()
+            return json.loads(await answer.text())
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    replicas: int = 2,
+    routing: Routing | None = None,
+    limit: int = 64,
+    known: dict[str, str] | None = None,
+    settings: Settings = SETTINGS,
+    keys: Keys = KEYS,
+) -> AsyncIterator[FakeCluster]:
+    """Start everything; every replica serves when this returns."""
+    async with contextlib.AsyncExitStack() as stack:
+        fakes = [FakeReplica() for _ in range(replicas)]
+        for fake in fakes:
+            await fake.start()
+        session = await stack.enter_async_context(new_session())
+        views = [Replica(number, fake.url, limit) for number, fake in enumerate(fakes)]
+        router = Router(views, routing or Affinity(slots=4), Links(session, keys), settings, known)
+        runner = web.AppRunner(router.application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        made = FakeCluster(fakes, router, f"http://127.0.0.1:{runner.addresses[0][1]}", client)
+        router.on_trouble = lambda replica: made.troubles.append(replica.number)
+        for view in views:
+            await router.ready(view)
+        try:
+            yield made
+        finally:
+            for fake in fakes:
+                fake.hold.set()
+                await fake.kill()

@@ -1,0 +1,1 @@
+"""HTTP routes of ours on SGLang's application."""

@@ -1,0 +1,256 @@
+"""Trains the router of a mix over adapters that exist; base and adapters stay as they are (MoLoRA, section 4.3).
+
+The data carry no domain labels: the loss is that of the answers, plus the load balancing loss of Switch Transformer
+(Fedus et al., 2022, equation 4), which keeps every member in use. At first all members are weighed, by a softmax that
+grows sharper from step to step; then each token gets what serving gives it, the best members only, and the softmax
+only says in which direction to change the votes (straight-through; Bengio et al., 2013). Without that second phase a
+router is trained for blends that it will not be served with.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from vlora_sgl.generate.datasets import Example
+from vlora_sgl.generate.trainer import IGNORE, Prepared, exact_match
+from vlora_sgl.routed.peft import TokenMix
+from vlora_sgl.routed.spec import MixSpec, write_mix
+from vlora_sgl.routed.token_router import Router
+
+REPORT_FILE = "vlora_mix_report.json"
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """How a router is trained.
+
+    Attributes:
+        soft_share: of the steps, in (0, 1], with all members weighed; in the others the best ``top_k`` of a token are.
+        sharpest: temperature of the softmax at the end of the soft steps; it starts at 1 and falls geometrically.
+        balance: weight of the load balancing loss.
+        per_domain: training examples drawn from each domain, at most: a router is small and needs few.
+    """
+
+    steps: int = 400
+    batch_size: int = 16
+    soft_share: float = 0.5
+    sharpest: float = 0.2
+    learning_rate: float = 5e-3
+    balance: float = 0.01
+    top_k: int = 1
+    context: str = "prefix"
+    seed: int = 0
+    per_domain: int = 200
+
+
+def load_members(model: Any, adapters: Mapping[str, Path]) -> Any:
+    """The base model with every adapter loaded under its name, all frozen."""
+    from peft import PeftModel
+
+    (first, path), *others = adapters.items()
+    peft_model = PeftModel.from_pretrained(model, path, adapter_name=first)
+    for name, path in others:
+        peft_model.load_adapter(path, adapter_name=name)
+    return peft_model.requires_grad_(False).eval()
+
+
+def train_router(
+    peft_model: Any,
+    processor: Any,
+    members: Sequence[str],
+    examples: Sequence[Example] | Prepared,
+    settings: RouterSettings,
+) -> MixSpec:
+    """Train a router over ``members``, adapters loaded in ``peft_model``, on ``examples`` of any mixture of domains.
+
+    Returns:
+        The mix, as it is to be served.
+
+    Raises:
+        FloatingPointError: the loss became infinite or NaN.
+    """
+    torch.manual_seed(settings.seed)
+    device = next(peft_model.parameters()).device
+    hidden = peft_model.get_base_model().config.get_text_config().hidden_size
+    router = Router(hidden, len(members), settings.context).to(device)
+    mix = TokenMix(peft_model, MixSpec(tuple(members), router=router, top_k=settings.top_k))
+    data = prepared(peft_model, processor, examples)
+    optimizer = torch.optim.AdamW(router.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps + 1)
+    rng = random.Random(settings.seed)
+    order: list[int] = []
+    bar = tqdm(range(settings.steps), desc="router", mininterval=5)
+    with mix.applied():
+        for step in bar:
+            softened = step / (settings.soft_share * settings.steps)
+            mix.straight = softened >= 1
+            mix.temperature = 1.0 if mix.straight else settings.sharpest**softened
+            if len(order) < settings.batch_size:
+                order += rng.sample(range(len(data)), len(data))
+            chosen, order = order[: settings.batch_size], order[settings.batch_size :]
+            inputs, labels = data.batch(chosen, device)
+            with data.seen(chosen):
+                logits = peft_model(**inputs, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE
+            )
+            balance = balance_loss(mix.probabilities[inputs["attention_mask"].bool()])
+            optimizer.zero_grad()
+            (loss + settings.balance * balance).backward()
+            torch.nn.utils.clip_grad_norm_(router.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            bar.set_postfix(loss=f"{loss.item():.3f}", balance=f"{balance.item():.2f}", refresh=False)
+    if not torch.isfinite(loss):
+        raise FloatingPointError("the training loss is not finite")
+    return MixSpec(tuple(members), router=router.requires_grad_(False).eval(), top_k=settings.top_k)
+
+
+def prepared(peft_model: Any, processor: Any, examples: Sequence[Example] | Prepared) -> Prepared:
+    """Examples with what the vision tower, which no member changes, makes of their images."""
+    if isinstance(examples, Prepared):
+        return examples
+    return Prepared(peft_model.get_base_model(), processor, examples)
+
+
+def balance_loss(weights: torch.Tensor) -> torch.Tensor:
+    """``K sum_j f_j P_j``: f the share of tokens that j is best for, P its mean weight; 1 where all are used alike.
+
+    Args:
+        weights: [n, K].
+    """
+    members = weights.shape[1]
+    best = torch.nn.functional.one_hot(weights.argmax(-1), members).float().mean(0)
+    return members * (best * weights.mean(0)).sum()
+
+
+@dataclass(frozen=True)
+class MixReport:
+    """How a mix does on held-out examples of known domains.
+
+    Attributes:
+        accuracy: exact match by domain.
+        usage: share of all tokens that each member gets, by weight.
+        entropy: of the usage, in nats; ``log(members)`` where all are used alike.
+        adjusted_rand, mutual_information: of the member chosen where the answer starts, against the domain.
+    """
+
+    accuracy: dict[str, float]
+    usage: dict[str, float]
+    entropy: float
+    adjusted_rand: float
+    mutual_information: float
+
+
+@torch.no_grad()
+def evaluate_mix(
+    peft_model: Any,
+    processor: Any,
+    spec: MixSpec,
+    examples: Mapping[str, Sequence[Example] | Prepared],
+    batch_size: int = 64,
+) -> MixReport:
+    """Exact match per domain, and which members the mix uses. The mix is never shown the domains."""
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
+    mix = TokenMix(peft_model, spec)
+    device = next(peft_model.parameters()).device
+    accuracy: dict[str, float] = {}
+    used = torch.zeros(len(spec.members), dtype=torch.float64)
+    domains: list[str] = []
+    chosen: list[int] = []
+    with mix.applied():
+        for domain, rows in examples.items():
+            data = prepared(peft_model, processor, rows)
+            hits = exact_match(peft_model, processor, data, batch_size)
+            accuracy[domain] = sum(hits) / len(hits)
+            for start in range(0, len(data), batch_size):
+                indices = range(start, min(start + batch_size, len(data)))
+                inputs, _ = data.batch(indices, device)
+                with data.seen(indices):
+                    peft_model(**inputs, use_cache=False)
+                used += mix.weights[inputs["attention_mask"].bool()].double().sum(0).cpu()
+                last = torch.tensor([data.data.prompt_lengths[i] - 1 for i in indices], device=device)
+                chosen += mix.weights[torch.arange(len(indices), device=device), last].argmax(-1).tolist()
+                domains += [domain] * len(indices)
+    share = used / used.sum()
+    return MixReport(
+        accuracy=accuracy,
+        usage={name: round(float(s), 4) for name, s in zip(spec.members, share, strict=True)},
+        entropy=float(-(share * share.clamp(min=1e-12).log()).sum()),
+        adjusted_rand=float(adjusted_rand_score(domains, chosen)),
+        mutual_information=float(normalized_mutual_info_score(domains, chosen)),
+    )
+
+
+@torch.no_grad()
+def single_accuracies(
+    peft_model: Any, processor: Any, members: Iterable[str | None], examples: Mapping[str, Prepared]
+) -> dict[str | None, dict[str, float]]:
+    """Exact match of every member alone (``None``: the base) on every domain, what a mix is compared with."""
+    found: dict[str | None, dict[str, float]] = {}
+    for member in members:
+        if member is not None:
+            peft_model.set_adapter(member)
+        with peft_model.disable_adapter() if member is None else nullcontext():
+            hits = {domain: exact_match(peft_model, processor, rows) for domain, rows in examples.items()}
+        found[member] = {domain: sum(one) / len(one) for domain, one in hits.items()}
+    return found
+
+
+def make_mix(
+    model: Any,
+    processor: Any,
+    adapters: Mapping[str, Path],
+    train: Mapping[str, Sequence[Example]],
+    test: Mapping[str, Sequence[Example]],
+    out: Path,
+    settings: RouterSettings,
+) -> dict[str, Any]:
+    """Train a router over ``adapters``, write the mix to ``out``, and measure it.
+
+    Args:
+        model: the base model; adapters: PEFT directories by the names they will be served under.
+        train: examples by domain; the router sees them shuffled together, without the domain.
+        test: examples by domain, to measure with.
+
+    Returns:
+        The report, also in ``out/vlora_mix_report.json``: accuracy by domain of the mix, of the best single adapter
+        (the oracle), of every single adapter and of the base; use of the members; agreement with the domains.
+    """
+    peft_model = load_members(model, adapters)
+    members = list(adapters)
+    rng = random.Random(settings.seed)
+    drawn = [e for rows in train.values() for e in rng.sample(list(rows), min(settings.per_domain, len(rows)))]
+    spec = train_router(peft_model, processor, members, drawn, settings)
+    assert spec.router is not None
+    write_mix(out, members, spec.router, spec.top_k)
+    rows = {domain: prepared(peft_model, processor, examples) for domain, examples in test.items()}
+    mix = evaluate_mix(peft_model, processor, spec, rows)
+    single = single_accuracies(peft_model, processor, [None, *members], rows)
+    oracle = {domain: max(single[m][domain] for m in members) for domain in rows}
+    report = {
+        "settings": asdict(settings),
+        "examples": {domain: len(examples) for domain, examples in rows.items()},
+        "mix": mix.accuracy,
+        "oracle": oracle,
+        "base": single[None],
+        "members": {m: single[m] for m in members},
+        "mix_minus_oracle_points": 100 * mean(mix.accuracy[d] - oracle[d] for d in rows),
+        "usage": mix.usage,
+        "entropy": mix.entropy,
+        "adjusted_rand": mix.adjusted_rand,
+        "mutual_information": mix.mutual_information,
+    }
+    (out / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report

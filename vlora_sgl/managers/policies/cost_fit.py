@@ -1,0 +1,160 @@
+"""Fits a cost table to an iteration log: the seconds of iterations as a sum of a few products (``PhaseCosts``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from vlora_sgl.core import AdapterId
+from vlora_sgl.errors import ConfigError
+from vlora_sgl.managers.policies.cost_table import CostTable, Groups, PhaseCosts, lora_work
+
+COLUMNS = ("fixed", "per_token", "per_context", "lora_fixed", "lora_per_slot", "lora_per_pair", "lora_per_undo")
+SWITCHES = ("merge", "unmerge")
+PHASES = ("decode", "prefill")
+OUTLIER = 0.35
+"""Stretches further than this from the fit, relatively, are not counted in its error: compilation, stalls."""
+
+FEWEST = 20
+"""Fewest iterations of a phase that a fit is made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A table and how well it describes the log it came from.
+
+    Attributes:
+        table: the costs.
+        error: phase -> total of ``|fitted - measured|`` over total measured, of the stretches kept (``stretches``).
+        total: phase -> fitted over measured seconds, of all stretches.
+        kept: phase -> (stretches kept, stretches in the log).
+    """
+
+    table: CostTable
+    error: dict[str, float]
+    total: dict[str, float]
+    kept: dict[str, tuple[int, int]]
+
+
+def features(row: Mapping[str, Any]) -> list[float]:
+    """One row of the design matrix: what each of ``COLUMNS`` and ``SWITCHES`` is multiplied by."""
+    groups: Groups = {adapter or None: tokens for adapter, tokens in row["groups"].items()}
+    folded: AdapterId = row["folded"]
+    pairs, slots, undone = lora_work(groups, folded)
+    switched = row["before"] != folded
+    return [
+        1.0,
+        float(sum(groups.values())),
+        float(row["context"]),
+        float(pairs > 0),
+        float(slots),
+        float(pairs),
+        float(undone),
+        float(switched and folded is not None),
+        float(switched and folded is None),
+    ]
+
+
+def stretches(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The log in pieces whose seconds are what they took: a decode, or a run of prefills with the decode before it.
+
+    Where launches overlap with computation, an iteration's result waits while the host prepares the next one. A decode
+    costs the host little, a prefill with images much: it shows up in the seconds of the iteration before.
+    """
+    found: list[list[Mapping[str, Any]]] = []
+    for row in rows:
+        if row["prefill"] and found:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
+
+
+def fit(rows: Sequence[Mapping[str, Any]], like: CostTable, provenance: str) -> Fit:
+    """The coefficients >= 0 of the least absolute relative errors.
+
+    Args:
+        rows: an iteration log.
+        like: names of device, model and operator; what the log cannot tell (loads, switches it never made) is its.
+        provenance: where the log is from.
+
+    Raises:
+        ConfigError: too few iterations of a phase.
+    """
+    for phase in PHASES:
+        count = sum(row["prefill"] is (phase == "prefill") for row in rows)
+        if count < FEWEST:
+            raise ConfigError(f"the log holds {count} {phase} iterations; a fit needs {FEWEST}")
+    parts = [part for part in stretches(rows) if sum(row["seconds"] for row in part) > 0]
+    matrix = np.array([np.sum([_both_phases(row) for row in part], axis=0) for part in parts])
+    seconds = np.array([sum(row["seconds"] for row in part) for part in parts])
+    found = least_absolute(matrix / seconds[:, None], np.ones(len(parts)))
+    fitted = matrix @ found
+    good = abs(fitted / seconds - 1) < OUTLIER
+    error, total, kept, costs = {}, {}, {}, {}
+    for at, phase in enumerate(PHASES):
+        mine = np.array([part[-1]["prefill"] is (phase == "prefill") for part in parts])
+        told = mine & good
+        error[phase] = float(abs(fitted - seconds)[told].sum() / max(seconds[told].sum(), 1e-9))
+        total[phase] = float(fitted[mine].sum() / seconds[mine].sum())
+        kept[phase] = (int(told.sum()), int(mine.sum()))
+        own = found[at * len(COLUMNS) : (at + 1) * len(COLUMNS)]
+        costs[phase] = PhaseCosts(**dict(zip(COLUMNS, map(float, own), strict=True)))
+    merge, unmerge = map(float, found[-len(SWITCHES) :])
+    table = replace(
+        like,
+        prefill=costs["prefill"],
+        decode=costs["decode"],
+        merge=merge or like.merge,
+        unmerge=unmerge or like.unmerge,
+        provenance=provenance,
+    )
+    return Fit(table, error, total, kept)
+
+
+def _both_phases(row: Mapping[str, Any]) -> list[float]:
+    """``features``, in the columns of the row's phase."""
+    *own, merged, unmerged = features(row)
+    nothing = [0.0] * len(own)
+    return [*(nothing + own if row["prefill"] else own + nothing), merged, unmerged]
+
+
+def least_absolute(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Coefficients >= 0 of the least sum of absolute errors, by reweighted least squares: stalls hardly move it."""
+    weight = np.ones(len(target))
+    for _ in range(30):
+        found = nonnegative(matrix * weight[:, None], target * weight)
+        weight = 1 / np.sqrt(np.maximum(abs(matrix @ found - target), 1e-4))
+    return found
+
+
+def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Least squares with every coefficient >= 0: the most negative one is set to zero until none is left."""
+    active = np.asarray(matrix.any(axis=0))
+    found = np.zeros(matrix.shape[1])
+    while active.any():
+        scale = np.linalg.norm(matrix[:, active], axis=0)
+        solution = np.linalg.lstsq(matrix[:, active] / scale, target, rcond=1e-10)[0] / scale
+        if (solution >= 0).all():
+            found[active] = solution
+            break
+        active[np.flatnonzero(active)[(solution * scale).argmin()]] = False
+    return found
+
+
+def describe(fitted: Fit) -> str:
+    """The table and its quality, for people."""
+    lines = []
+    for phase in PHASES:
+        costs = {name: value for name, value in asdict(getattr(fitted.table, phase)).items() if value}
+        terms = ", ".join(f"{name} {1e6 * value:.3g}" for name, value in costs.items())
+        kept, seen = fitted.kept[phase]
+        lines.append(
+            f"{phase}: {terms} us; error {fitted.error[phase]:.1%} over {kept} of {seen} stretches, "
+            f"all of them {fitted.total[phase]:.3f} of the measured time"
+        )
+    lines.append(f"merge {1e3 * fitted.table.merge:.2f} ms, unmerge {1e3 * fitted.table.unmerge:.2f} ms")
+    return "\n".join(lines)

@@ -1,6 +1,0 @@
-"""Imported by the fork server, so that its children find the engine already imported (see ``processes``)."""
-
-from vlora_sgl import processes
-
-processes.pass_failures_on()
-processes.import_engine()

@@ -1,0 +1,181 @@
+"""A mix as a directory: ``vlora_mix.json``, with ``vlora_router.safetensors`` beside it where the router is learned.
+
+::
+
+    {"format": 1, "router": "vocabulary", "members": ["prose", "code", "seeing"],
+     "ranges": [{"from": 0, "to": 32000, "member": "prose"}], "modalities": {"image": "seeing", "text": "code"}}
+
+    {"format": 1, "router": "learned", "members": ["digits", "photos"], "top_k": 1, "context": "prefix"}
+
+    {"format": 1, "router": "compositional",
+     "adapters": {"acme": {"text": "acme-text", "image": "acme-image"}, "globex": {"text": "globex-text"}}}
+
+Members are names of adapters that are loaded before the mix. A token that no rule names runs on the base model.
+A compositional mix is loaded once per adapter of the request, under a name that ends in ``/acme``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from vlora_sgl.errors import AdapterError
+from vlora_sgl.routed.token_router import CONTEXTS, MAX_MEMBERS, Router
+
+MIX_FILE, ROUTER_FILE = "vlora_mix.json", "vlora_router.safetensors"
+MODALITIES = ("text", "image", "video")
+FORMAT = 1
+MAX_TOP_K = 2
+_KEYS = {
+    "vocabulary": {"members", "ranges", "modalities"},
+    "learned": {"members", "top_k", "context"},
+    "compositional": {"adapters"},
+}
+
+
+@dataclass(frozen=True)
+class MixSpec:
+    """One mix, checked.
+
+    Attributes:
+        members: adapter names; what the router chooses from.
+        ranges: ``(first, end, member)`` of token ids [first, end), later ones win; for text tokens.
+        modalities: member of every token of a modality, where no range says otherwise; absent: the base model.
+        router: the learned router, or ``None``.
+        top_k: members per token of a learned router.
+    """
+
+    members: tuple[str, ...]
+    ranges: tuple[tuple[int, int, int], ...] = ()
+    modalities: Mapping[str, int] = field(default_factory=dict)
+    router: Router | None = None
+    top_k: int = 1
+
+    def canonical(self) -> bytes:
+        """All that decides which member a token gets, for the identity of its KV."""
+        text = json.dumps([self.members, self.ranges, sorted(self.modalities.items()), self.top_k]).encode()
+        if self.router is None:
+            return text
+        weights = [p.detach().cpu().contiguous().numpy().tobytes() for p in self.router.parameters()]
+        return b"".join([text, self.router.context.encode(), *weights])
+
+
+def is_mix(directory: str | Path) -> bool:
+    """Whether a directory holds a mix rather than an adapter."""
+    return (Path(directory) / MIX_FILE).is_file()
+
+
+def read_mix(directory: str | Path, name: str, hidden: int, vocabulary: int) -> MixSpec:
+    """Read and check a mix.
+
+    Args:
+        name: the name it is loaded under; its last part picks the adapter of a compositional mix.
+        hidden, vocabulary: of the base model.
+
+    Raises:
+        AdapterError: names the file and the key, what was expected and what came.
+    """
+    path = Path(directory) / MIX_FILE
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{path} cannot be read as JSON: {error}") from error
+    kind = data.get("router") if isinstance(data, dict) else None
+    if kind not in _KEYS or data.get("format") != FORMAT:
+        raise AdapterError(f'{path}: expected "format": {FORMAT} and "router", one of {sorted(_KEYS)}, got {kind!r}')
+    unknown = data.keys() - _KEYS[kind] - {"format", "router"}
+    if unknown:
+        raise AdapterError(f"{path}: unknown keys {sorted(unknown)}; a {kind} mix has {sorted(_KEYS[kind])}")
+    if kind == "compositional":
+        return _compositional(data.get("adapters"), name, path)
+    members = data.get("members")
+    if not isinstance(members, list) or not all(isinstance(m, str) for m in members):
+        raise AdapterError(f"{path}: members must be a list of adapter names, got {members!r}")
+    if not 1 <= len(members) <= MAX_MEMBERS or len(set(members)) != len(members):
+        raise AdapterError(f"{path}: 1 to {MAX_MEMBERS} different members are supported, got {members}")
+    if kind == "learned":
+        top_k, context = data.get("top_k", 1), data.get("context", "prefix")
+        if not isinstance(top_k, int) or not 1 <= top_k <= min(MAX_TOP_K, len(members)):
+            raise AdapterError(f"{path}: top_k must be 1 to {min(MAX_TOP_K, len(members))}, got {top_k!r}")
+        if context not in CONTEXTS:
+            raise AdapterError(f"{path}: context must be one of {CONTEXTS}, got {context!r}")
+        return MixSpec(tuple(members), router=_router(path, hidden, len(members), context), top_k=top_k)
+    ranges = tuple(_range(entry, members, vocabulary, path) for entry in data.get("ranges", []))
+    return MixSpec(tuple(members), ranges, _modalities(data.get("modalities", {}), members, path))
+
+
+def member_names(directory: str | Path, name: str) -> tuple[str, ...]:
+    """The members of a mix that was loaded under ``name``, for bookkeeping; ``read_mix`` is what checks it."""
+    data = json.loads((Path(directory) / MIX_FILE).read_text(encoding="utf-8"))
+    if data["router"] == "compositional":
+        return tuple(dict.fromkeys(data["adapters"][name.rpartition("/")[2]].values()))
+    return tuple(data["members"])
+
+
+def write_mix(directory: str | Path, members: list[str], router: Router, top_k: int = 1) -> None:
+    """Write a learned mix, as ``read_mix`` reads it."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    data = {"format": FORMAT, "router": "learned", "members": members, "top_k": top_k, "context": router.context}
+    (directory / MIX_FILE).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    save_file({n: p.detach().cpu().contiguous() for n, p in router.named_parameters()}, directory / ROUTER_FILE)
+
+
+def _compositional(adapters: Any, name: str, path: Path) -> MixSpec:
+    if not isinstance(adapters, dict) or not adapters:
+        raise AdapterError(f"{path}: adapters must map names to their adapters by modality, got {adapters!r}")
+    entry = name.rpartition("/")[2]
+    if entry not in adapters:
+        raise AdapterError(
+            f"{path}: load it under a name that ends in /ADAPTER, one of {sorted(adapters)}, got {name!r}"
+        )
+    table = adapters[entry]
+    if not isinstance(table, dict):
+        raise AdapterError(f"{path}: adapters[{entry!r}] must map modalities to adapter names, got {table!r}")
+    members = list(dict.fromkeys(table.values()))
+    return MixSpec(tuple(members), modalities=_modalities(table, members, path))
+
+
+def _modalities(table: Any, members: list[str], path: Path) -> dict[str, int]:
+    if not isinstance(table, dict) or not table.keys() <= set(MODALITIES):
+        raise AdapterError(f"{path}: modalities are {MODALITIES}, got {table!r}")
+    return {modality: _member(member, members, path) for modality, member in table.items()}
+
+
+def _range(entry: Any, members: list[str], vocabulary: int, path: Path) -> tuple[int, int, int]:
+    if not isinstance(entry, dict) or entry.keys() != {"from", "to", "member"}:
+        raise AdapterError(f'{path}: a range is {{"from": id, "to": id, "member": name}}, got {entry!r}')
+    first, end = entry["from"], entry["to"]
+    if not (isinstance(first, int) and isinstance(end, int) and 0 <= first < end <= vocabulary):
+        raise AdapterError(f"{path}: a range lies within 0 and {vocabulary}, the vocabulary; got {entry!r}")
+    return first, end, _member(entry["member"], members, path)
+
+
+def _member(name: Any, members: list[str], path: Path) -> int:
+    if name not in members:
+        raise AdapterError(f"{path}: {name!r} is no member; members are {members}")
+    return members.index(name)
+
+
+def _router(path: Path, hidden: int, members: int, context: str) -> Router:
+    file = path.with_name(ROUTER_FILE)
+    router = Router(hidden, members, context)
+    wanted = {name: tuple(tensor.shape) for name, tensor in router.named_parameters()}
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    if shapes != wanted:
+        raise AdapterError(f"{file}: expected {wanted} for this base model and {members} members, got {shapes}")
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in found.values()):
+        raise AdapterError(f"{file}: holds non-finite values")
+    router.load_state_dict({name: tensor.float() for name, tensor in found.items()})
+    return router.requires_grad_(False).eval()
