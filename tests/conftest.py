@@ -127,7 +127,7 @@ def server(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> I
     """The session's server: it holds six adapters of rank 64 at a time, and reads no directory but the tests'."""
     flags = ["--max-loras-per-batch", "7", "--max-lora-rank", "64", "--enable-metrics"]
     for root in (tmp_path_factory.getbasetemp(), Path(__file__).parent.parent):
-        flags += ["--adapter-root", str(root)]
+        flags += ["--vlora-adapter-root", str(root)]
     with serve(tiny_model, tmp_path_factory.mktemp("server") / "log.txt", *flags) as running:
         yield running
 

@@ -31,7 +31,7 @@ def test_a_plan_whose_merged_adapter_contradicts_its_mode_is_refused(mode, merge
         BatchPlan((), mode, merged)
 
 
-def test_adapters_in_counts_the_folded_one_and_not_the_base():
+def test_adapters_in_counts_the_merged_one_and_not_the_base():
     assert adapters_in([None, "a", "a"], "m") == {"a", "m"}
 
 

@@ -23,13 +23,13 @@ from vlora_sgl.server_args import (
 
 
 def test_our_flags_leave_the_rest_in_order() -> None:
-    ours, rest = split_argv(["--port", "1", "--vlora-mode", "mixture", "--adapter-root", "a", "--tp", "2"])
+    ours, rest = split_argv(["--port", "1", "--vlora-mode", "mixture", "--vlora-adapter-root", "a", "--tp", "2"])
     assert (ours.mode, ours.adapter_root) == ("mixture", ("a",))
     assert rest == ["--port", "1", "--tp", "2"]
 
 
 def test_a_repeated_flag_collects_and_the_default_stays_empty() -> None:
-    assert split_argv(["--adapter-root", "a", "--adapter-root", "b"])[0].adapter_root == ("a", "b")
+    assert split_argv(["--vlora-adapter-root", "a", "--vlora-adapter-root", "b"])[0].adapter_root == ("a", "b")
     assert split_argv([])[0] == VLoraArgs()
 
 

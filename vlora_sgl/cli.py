@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def inspect_adapter(directory: Path, model: Path | None = None) -> dict[str, Any]:
     """The load report of ``directory``, with its cost on ``model`` where one is given: host and device memory, the
-    latter in the smallest slot that holds it (``--lora-slot-ranks``).
+    latter in the smallest slot that holds it (``--vlora-slot-ranks``).
 
     Raises:
         AdapterError: it would be refused.

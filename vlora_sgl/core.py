@@ -17,9 +17,9 @@ AdapterId = str | None
 class InferenceMode(StrEnum):
     """How one iteration applies its adapters (V-LoRA, section 4.4).
 
-    - ``UNMERGED``: the base weights are pristine; every adapter's rows go through the ATMM operator.
-    - ``MERGED``: one adapter is folded into the weights; only its rows are in the batch; no LoRA kernel runs.
-    - ``MIXTURE``: one adapter is folded; rows of others add their own adapter and subtract the folded one (deLoRA).
+    - ``UNMERGED``: the base weights are the base model's; every adapter's rows go through the ATMM operator.
+    - ``MERGED``: one adapter is merged into the weights; only its rows are in the batch; no LoRA kernel runs.
+    - ``MIXTURE``: one adapter is merged; rows of others add their own adapter and subtract the merged one (deLoRA).
     """
 
     UNMERGED = "unmerged"
@@ -59,7 +59,8 @@ class BatchPlan:
     Attributes:
         requests: ids of the requests to run, in admission order.
         mode: how their adapters are applied.
-        merged_adapter: the adapter folded into the base weights, or ``None`` if the weights are to be pristine.
+        merged_adapter: the adapter merged into the base weights, or ``None`` if the weights are to be the base
+            model's.
 
     Raises:
         ValueError: the merged adapter contradicts the mode.
@@ -82,7 +83,7 @@ class Segment:
         start: first row.
         end: one past the last row; an empty segment is legal.
         pairs: ``(slot, weight)`` per adapter applied. The weight multiplies the slot's own LoRA scaling s: +1 for the
-            request's adapter, -1 to take the folded one out again (deLoRA), a gate value for a routed row. Empty for
+            request's adapter, -1 to take the merged one out again (deLoRA), a gate value for a routed row. Empty for
             rows that run on the weights as they are.
     """
 
@@ -96,7 +97,7 @@ class Segment:
 
 
 def row_pairs(adapter: AdapterId, merged: AdapterId) -> tuple[tuple[str, float], ...]:
-    """The ``(adapter, weight)`` pairs of a row of ``adapter`` while ``merged`` is folded (design table of modes).
+    """The ``(adapter, weight)`` pairs of a row of ``adapter`` while ``merged`` is merged (design table of modes).
 
     >>> row_pairs("x", None), row_pairs("x", "m"), row_pairs("m", "m"), row_pairs(None, "m")
     ((('x', 1.0),), (('x', 1.0), ('m', -1.0)), (), (('m', -1.0),))
@@ -109,5 +110,5 @@ def row_pairs(adapter: AdapterId, merged: AdapterId) -> tuple[tuple[str, float],
 
 
 def adapters_in(plan_rows: Iterable[AdapterId], merged: AdapterId) -> frozenset[str]:
-    """Adapters that must hold a device slot to run these rows: every one named, and the folded one."""
+    """Adapters that must hold a device slot to run these rows: every one named, and the merged one."""
     return frozenset(a for a in (*plan_rows, merged) if a is not None)

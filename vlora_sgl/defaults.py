@@ -39,7 +39,7 @@ CPU_DEFAULTS: dict[str, Any] = {
 
 
 def engine_defaults(model: str = "", adapters_given: bool = False, slot_ranks: Sequence[int] = ()) -> dict[str, Any]:
-    """Defaults for this machine and this model, by ``ServerArgs`` field; a baked model comes with its adapters."""
+    """Defaults for this machine and this model, by ``ServerArgs`` field; an exported model comes with its adapters."""
     adapters = adapter_options(model, adapters_given)
     if slot_ranks:  # one slot more is the base model's
         adapters = {**adapters, "max_loras_per_batch": len(slot_ranks) + 1, "max_lora_rank": max(slot_ranks)}

@@ -48,7 +48,7 @@ class Engine(AsksHeads, _sgl.Engine):
         ours.to_environment()
         imports.disable_other_models(str(server_args.get("model_path", "")))
         model, given = str(server_args.get("model_path", "")), bool(server_args.get("lora_paths"))
-        defaults = engine_defaults(model, given, ours.lora_slot_ranks)
+        defaults = engine_defaults(model, given, ours.slot_ranks)
         settings = settle(_sgl.ServerArgs(**{**defaults, "log_level": "error", **server_args}))
         refuse_unsupported(settings)
         super().__init__(server_args=settings)

@@ -34,7 +34,7 @@ def prepare(argv: Sequence[str]) -> Any:
     from vlora_sgl.defaults import command_line_defaults, settle
 
     plugin.verify()
-    server_args = settle(_sgl.prepare_server_args([*command_line_defaults(rest, ours.lora_slot_ranks), *rest]))
+    server_args = settle(_sgl.prepare_server_args([*command_line_defaults(rest, ours.slot_ranks), *rest]))
     refuse_unsupported(server_args)
     return server_args
 

@@ -3,8 +3,8 @@
     python -m vlora_sgl.measure_costs --model-path MODEL --lora-paths a=DIR b=DIR … [launcher's flags] --save FILE
     python -m vlora_sgl.measure_costs --iterations LOG … --save FILE        # fit to a log of real traffic instead
 
-Runs an engine through batches of every mode, size and mix of adapters with the iteration log on, and fits the table to
-the log. Without ``--save`` the file goes to where the server looks for it: beside the shipped tables.
+Runs an engine through batches of every mode, size and choice of adapters with the iteration log on, and fits the table
+to the log. Without ``--save`` the file goes to where the server looks for it: beside the shipped tables.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def batches(adapters: Sequence[str], most: int) -> Iterator[tuple[str, list[str 
     """The schedule: a mode, and the adapter of every row.
 
     Args:
-        adapters: names, the first one is folded where the mode folds.
+        adapters: names, the first one is merged where the mode merges.
         most: rows of the largest batch.
     """
     hot, spread = adapters[0], [n for n in (2, 4, 8, 16) if n < len(adapters)] + [len(adapters)]
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             source = "an iteration log of real traffic"
         else:
             costs, rows = measure(ours, engine_settings(flags), own.rounds)
-            source = "batches of every mode, size and mix of adapters"
+            source = "batches of every mode, size and choice of adapters"
         fitted = fit(rows, costs, "")
         error = ", ".join(f"{phase} {value:.1%}" for phase, value in fitted.error.items())
         provenance = (

@@ -21,7 +21,7 @@ from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
 REPLACEMENTS: dict[str, str] = {
     "Scheduler": "vlora_sgl.managers.scheduler:VLoraScheduler",
     "TpModelWorker": "vlora_sgl.heads.worker:HeadWorker",
-    "LoRAManager": "vlora_sgl.routed.manager:MixingLoRAManager",
+    "LoRAManager": "vlora_sgl.routed.manager:RoutingLoRAManager",
     "TokenizerManager": "vlora_sgl.managers.tokenizer_manager:VLoraTokenizerManager",
     "ModelRunner": "vlora_sgl.model_executor.model_runner:VLoraModelRunner",
     "PrefillCudaGraphRunner": "vlora_sgl.model_executor.graph_runner:VLoraPrefillCudaGraphRunner",
@@ -30,7 +30,7 @@ REPLACEMENTS: dict[str, str] = {
 # SGLang's method -> the function of ours that wraps it, called as f(original, *args, **kwargs).
 WRAPPED: dict[str, str] = {
     "SchedulerWeightUpdaterManager.release_memory_occupation": (
-        "vlora_sgl.model_executor.model_runner:release_pristine"
+        "vlora_sgl.model_executor.model_runner:unmerge_before_release"
     ),
     "OpenAIServingBase._resolve_lora_path": "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
     "BaseMultimodalProcessor.process_mm_data": "vlora_sgl.multimodal.image_requests:process_mm_data",

@@ -60,28 +60,26 @@ class VLoraArgs:
         "write what each iteration ran and how long it took to this file, one JSON object a line",
         metavar="FILE",
     )
-    max_mixes: int = _flag(
+    max_routed: int = _flag(
         4,
-        "mixes (adapters chosen token by token) that can be loaded at once; 0 leaves their kernel out of the graphs",
+        "routed adapters (members chosen token by token) that can be loaded at once; 0 leaves their kernel out "
+        "of the graphs",
         type=int,
         metavar="N",
-        flag="--max-mixes",
     )
     merge_copy: str = _flag(
         "device",
-        "where the pristine copy of the foldable weights lives: 'device' (exact switch in milliseconds, costs their "
-        "size in device memory) or 'host' (pinned memory, switches at the speed of the bus)",
+        "where the copy of the base weights lives: 'device' (exact switch in milliseconds, costs their size "
+        "in device memory) or 'host' (pinned memory, switches at the speed of the bus)",
         choices=("device", "host"),
-        flag="--merge-copy",
     )
-    lora_slot_ranks: tuple[int, ...] = _flag(
+    slot_ranks: tuple[int, ...] = _flag(
         (),
         "ranks of the device slots for adapters, one number a slot, so that a small adapter does not cost what the "
         "largest does; multiples of 16; sets --max-loras-per-batch and --max-lora-rank. By default all have that",
         nargs="+",
         type=int,
         metavar="RANK",
-        flag="--lora-slot-ranks",
     )
     adapter_root: tuple[str, ...] = _flag(
         (),
@@ -89,7 +87,6 @@ class VLoraArgs:
         "without it any directory is allowed",
         action="append",
         metavar="DIR",
-        flag="--adapter-root",
     )
 
     image_host: tuple[str, ...] = _flag(
@@ -116,10 +113,10 @@ class VLoraArgs:
             raise ConfigError(
                 f"--vlora-theta and --vlora-wait-bound must be > 0; got {self.theta!r} and {self.wait_bound!r}"
             )
-        for name in ("lora_slot_ranks", "adapter_root", "image_host"):
+        for name in ("slot_ranks", "adapter_root", "image_host"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if any(rank <= 0 or rank % SLOT_UNIT for rank in self.lora_slot_ranks):
-            raise ConfigError(f"--lora-slot-ranks must be multiples of {SLOT_UNIT}; got {self.lora_slot_ranks}")
+        if any(rank <= 0 or rank % SLOT_UNIT for rank in self.slot_ranks):
+            raise ConfigError(f"--vlora-slot-ranks must be multiples of {SLOT_UNIT}; got {self.slot_ranks}")
         for item in dataclasses.fields(self):
             choices = item.metadata.get("choices")
             if choices and getattr(self, item.name) not in choices:
@@ -132,10 +129,9 @@ class VLoraArgs:
         """Add a group with one flag per field; defaults come from the class."""
         group = parser.add_argument_group("vlora_sgl", "what vlora_sgl adds to SGLang")
         for item in dataclasses.fields(cls):
-            options = {key: value for key, value in item.metadata.items() if key != "flag"}
             # argparse appends to the default in place, so it gets a list of its own.
             default = list(item.default) if isinstance(item.default, tuple) else item.default
-            group.add_argument(option_string(item), dest=f"vlora_{item.name}", default=default, **options)
+            group.add_argument(option_string(item), dest=f"vlora_{item.name}", default=default, **item.metadata)
 
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> VLoraArgs:
@@ -186,8 +182,8 @@ def changed_while_serving(args: VLoraArgs, changes: Mapping[str, float]) -> VLor
 
 
 def option_string(item: dataclasses.Field[Any]) -> str:
-    """The command-line flag of a field: its own, or ``--vlora-`` and its name."""
-    return str(item.metadata.get("flag", "--vlora-" + item.name.replace("_", "-")))
+    """The command-line flag of a field."""
+    return "--vlora-" + item.name.replace("_", "-")
 
 
 def split_argv(argv: Sequence[str]) -> tuple[VLoraArgs, list[str]]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.generate.bench_token_router [--summary FILE] [--steps N] [--out DIR]
 
-Trains the router of the shipped mix anew and measures on test images, in transformers; bench_tiny measures the shipped
-mix as served. Minutes on a GPU, longer on a CPU.
+Trains the router of the shipped routed adapter anew and measures on test images, in transformers; bench_tiny measures
+the shipped it as served. Minutes on a GPU, longer on a CPU.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import torch
 
 from benchmarks.summary import SUMMARY, record
 from tools.tiny import domains
-from tools.tiny.train import MIX_STEPS, train_mix
+from tools.tiny.train import ROUTER_STEPS, train_routed
 from vlora_sgl.models import tiny
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=MIX_STEPS, help="of 16 examples")
+    parser.add_argument("--steps", type=int, default=ROUTER_STEPS, help="of 16 examples")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="keep the mix here")
+    parser.add_argument("--out", type=Path, help="keep the routed adapter here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--summary", type=Path, default=SUMMARY)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "domains"
         domains.prepare(data, sorted({domain for domain, _ in domains.ADAPTERS.values()}))
-        out = args.out or Path(folder) / "mix"
+        out = args.out or Path(folder) / "routed"
         adapters = Path(tiny.path()).parent / "adapters"
-        report = train_mix(tiny.path(), adapters, data, out, torch.device(args.device), args.steps, args.seed)
-    gap, least = report["mix_minus_oracle_points"], min(report["usage"].values())
+        report = train_routed(tiny.path(), adapters, data, out, torch.device(args.device), args.steps, args.seed)
+    gap, least = report["routed_minus_oracle_points"], min(report["usage"].values())
     record("routing.learned_minus_oracle_points", gap, "points, mean of the domains", True, summary=args.summary)
     record("routing.least_used_member", least, "share of tokens", True, summary=args.summary)
-    for domain, accuracy in report["mix"].items():
+    for domain, accuracy in report["routed"].items():
         oracle, base = report["oracle"][domain], report["base"][domain]
-        print(f"{domain}: mix {accuracy:.3f}, oracle {oracle:.3f}, base {base:.3f}")
+        print(f"{domain}: routed adapter {accuracy:.3f}, oracle {oracle:.3f}, base {base:.3f}")
     print(f"{gap:+.2f} points; used {report['usage']}; adjusted Rand index {report['adjusted_rand']:.3f}")
 
 

@@ -58,7 +58,7 @@ FIGURES = {
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """The scheduler process of our engine, with two slots a row while the flag file exists.
 
-    Latency depends on the routing alone, so adapter 0 is taken out of every other row without having been folded.
+    Latency depends on the routing alone, so adapter 0 is taken out of every other row without having been merged.
     """
     from vlora_sgl.lora.manager import VLoraManager
     from vlora_sgl.startup import processes

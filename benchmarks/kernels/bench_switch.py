@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.summary import RESULTS, SUMMARY, record
-from vlora_sgl.kernels.merge import FoldTarget, MergeTable, MergeTile, merge_reference, ulp_distance
+from vlora_sgl.kernels.merge import MergeTable, MergeTarget, MergeTile, merge_reference, ulp_distance
 from vlora_sgl.kernels.merge.kernel import TILES
-from vlora_sgl.lora.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
+from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher, base_copies
 
 ATTENTION = frozenset({"qkv_proj", "o_proj"})
 DEFAULT = TILES[2]
@@ -60,19 +60,19 @@ def shard(layout: Shapes) -> Shapes:
     }
 
 
-def build(layers: int, layout: Shapes, slots: int, max_rank: int, device: torch.device) -> list[FoldTarget]:
+def build(layers: int, layout: Shapes, slots: int, max_rank: int, device: torch.device) -> list[MergeTarget]:
     """Random weights and adapters of realistic size, distinct per layer."""
     torch.manual_seed(1)
     modules = [(group, *layout[group]) for group in layout for _ in range(layers)]
     weights = [torch.randn(sum(n), k, device=device, dtype=torch.bfloat16).mul_(k**-0.5) for _, n, k in modules]
     targets = []
-    for (group, slices, k), weight, pristine in zip(modules, weights, pristine_copies(weights, "device"), strict=True):
+    for (group, slices, k), weight, base_weights in zip(modules, weights, base_copies(weights, "device"), strict=True):
         lora_a = torch.randn(slots, len(slices) * max_rank, k, device=device, dtype=torch.bfloat16).mul_(k**-0.5)
         lora_b = torch.randn(slots, sum(slices), max_rank, device=device, dtype=torch.bfloat16).mul_(0.02)
         row = 0
         for index, size in enumerate(slices):
             rows = slice(row, row + size)
-            targets.append(FoldTarget(group, group, weight[rows], pristine[rows], lora_a, lora_b[:, rows], index))
+            targets.append(MergeTarget(group, group, weight[rows], base_weights[rows], lora_a, lora_b[:, rows], index))
             row += size
     return targets
 
@@ -106,13 +106,13 @@ def copy_bandwidth(device: torch.device, nbytes: int) -> float:
 def switch(table: MergeTable, groups: frozenset[str], rank: int, i: int) -> None:
     """A switch to the adapter in slot 0 or 1, in turn; rank 0 stands for unmerging."""
     if rank:
-        table.fold(groups, slot=i % 2, rank=rank, scaling=2.0)
+        table.merge(groups, slot=i % 2, rank=rank, scaling=2.0)
     else:
         table.restore(groups)
 
 
 def time_switches(
-    targets: list[FoldTarget], tiles: Sequence[MergeTile], ranks: tuple[int, ...], repeats: int, bandwidth: float
+    targets: list[MergeTarget], tiles: Sequence[MergeTile], ranks: tuple[int, ...], repeats: int, bandwidth: float
 ) -> list[dict]:
     """One row per tile, set of targets and rank, where rank 0 is an unmerge."""
     rows = []
@@ -131,25 +131,25 @@ def time_switches(
     return rows
 
 
-def worst_ulp(targets: list[FoldTarget], rank: int) -> int:
-    """Distance from float64 of one folded target, in the result's ulps, where the sum does not cancel."""
+def worst_ulp(targets: list[MergeTarget], rank: int) -> int:
+    """Distance from float64 of one merged target, in the result's ulps, where the sum does not cancel."""
     table = MergeTable(targets)
-    table.fold(table.groups, slot=1, rank=rank, scaling=2.0)
+    table.merge(table.groups, slot=1, rank=rank, scaling=2.0)
     target = targets[0]
     a, b = target.operands(1, rank)
-    exact = merge_reference(target.pristine, a, b, 2.0)
-    addends = target.pristine.abs() + 2.0 * (b.float().abs() @ a.float().abs())
+    exact = merge_reference(target.base_weights, a, b, 2.0)
+    addends = target.base_weights.abs() + 2.0 * (b.float().abs() @ a.float().abs())
     distance = ulp_distance(target.weight, exact)[exact.abs() > addends * 2.0**-8]
     table.restore(table.groups)
     return int(distance.max())
 
 
 def drift(device: torch.device, switches: int, adapters: int = 8) -> float:
-    """Share of 100 checks over random switches that found every bit as a fresh fold (or none) leaves it."""
+    """Share of 100 checks over random switches that found every bit as a fresh merge (or none) leaves it."""
     targets = build(2, shapes(256, 64, 512), adapters, 64, device)
     switcher = ModeSwitcher(MergeTable(targets))
     groups = [frozenset(switcher.table.groups), ATTENTION]
-    operands = [FoldOperand(str(i), i, 8 * (1 + i % 8), 0.5 + i / 8, groups[i % 2]) for i in range(adapters)]
+    operands = [MergeOperand(str(i), i, 8 * (1 + i % 8), 0.5 + i / 8, groups[i % 2]) for i in range(adapters)]
 
     def bits() -> list[torch.Tensor]:
         return [t.weight.view(torch.int16).clone() for t in targets]
@@ -157,18 +157,18 @@ def drift(device: torch.device, switches: int, adapters: int = 8) -> float:
     expected = {-1: bits()}
     for i, operand in enumerate(operands):
         switcher.restore()
-        switcher.fold(operand)
+        switcher.merge(operand)
         expected[i] = bits()
     choose, good, checks = random.Random(7), 0, 0
     for step in range(switches):
         i = choose.randrange(-1, adapters)
-        _ = switcher.restore() if i < 0 else switcher.fold(operands[i])
+        _ = switcher.restore() if i < 0 else switcher.merge(operands[i])
         if (step + 1) % max(1, switches // 100) == 0:
             checks += 1
             good += all(torch.equal(x, y) for x, y in zip(bits(), expected[i], strict=True))
     switcher.restore()
-    pristine = all(torch.equal(x, y) for x, y in zip(bits(), expected[-1], strict=True))
-    return good / checks if pristine else 0.0
+    base_weights = all(torch.equal(x, y) for x, y in zip(bits(), expected[-1], strict=True))
+    return good / checks if base_weights else 0.0
 
 
 def main() -> None:

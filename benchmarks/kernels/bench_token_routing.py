@@ -4,12 +4,12 @@
     TRITON_INTERPRET=1 python -m benchmarks.kernels.bench_token_routing --dry-run     # without a GPU: equality only
 
 K passes: what an engine without routing does for tokens of K adapters: every token through every adapter's pass (which
-tokens of a pass are kept costs nothing here). One pass: a mix of the K adapters, the router's network included. Both
-are the LoRA part alone, of all layers (the router decides once for all of them); the base GEMMs would only dilute the
-ratio. ``k1_over_single`` is with the base GEMMs: a mix with top_k 1 over the same rows on one adapter. Access patterns
-differ in which member the tokens want; members stay resident. ``speedup_k4`` is the worse of interleaved and separated
-tokens at the size of the paper's tables, ``speedup_k4.rowsN`` the worst pattern at N rows, the others the worst of
-all rows and patterns.
+tokens of a pass are kept costs nothing here). One pass: a routed adapter of the K adapters, the router's network
+included. Both are the LoRA part alone, of all layers (the router decides once for all of them); the base GEMMs would
+only dilute the ratio. ``k1_over_single`` is with the base GEMMs: a routed adapter with top_k 1 over the same rows on
+one adapter. Access patterns differ in which member the tokens want; members stay resident. ``speedup_k4`` is the worse
+of interleaved and separated tokens at the size of the paper's tables, ``speedup_k4.rowsN`` the worst pattern at N
+rows, the others the worst of all rows and patterns.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch
 from benchmarks.summary import SUMMARY, card_name, record
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Pairs, Routing, atmm, atmm_linear, make_routing
 from vlora_sgl.routed.regroup import Routed, device_tiles
-from vlora_sgl.routed.router_tables import MixRows, MixTables
-from vlora_sgl.routed.spec import MixSpec
+from vlora_sgl.routed.router_tables import RoutedRows, RouterTables
+from vlora_sgl.routed.spec import RoutedSpec
 from vlora_sgl.routed.token_router import Router
 
 SLOTS, RANK = 8, 64
@@ -147,12 +147,12 @@ class Case:
         x[:, :members] = 0
         x[torch.arange(rows), torch.from_numpy(want).to(device)] = 30.0
         vocabulary = 1024
-        self.tables = MixTables(1, hidden, vocabulary, DENSE_MAX_ROWS, device)
+        self.tables = RouterTables(1, hidden, vocabulary, DENSE_MAX_ROWS, device)
         self.tables.bind(torch.zeros(rows, 2, dtype=torch.int32, device=device), rows + 1)
-        self.tables.put(MixSpec(tuple(map(str, range(members))), router=router.requires_grad_(False).to(device)))
+        self.tables.put(RoutedSpec(tuple(map(str, range(members))), router=router.requires_grad_(False).to(device)))
         zeros = torch.zeros(rows, dtype=torch.int64, device=device)
         every = torch.arange(rows, device=device)
-        self.part = MixRows(0, every, zeros, every, every, zeros)
+        self.part = RoutedRows(0, every, zeros, every, every, zeros)
         self.ids, self.seq_lens, self.out = zeros, zeros + 1, every + 1
         self.numbers = np.arange(rows, dtype=np.int32)
         self.base = self.routing(tuple((m, 0.0) for m in range(members)))
@@ -192,7 +192,7 @@ class Case:
             self.lora(routing)
 
     def whole(self, routed: bool) -> None:
-        """The linears with their base weights, by the mix or on one adapter."""
+        """The linears with their base weights, by the routed adapter or on one adapter."""
         routing = self.route() if routed else self.single
         for weight, a, b, offsets in self.layer:
             atmm_linear(self.inputs[weight.shape[1]], weight, None, a, b, routing, offsets)
@@ -236,7 +236,7 @@ def main() -> None:
     timer = Timer(device, 2 if args.dry_run else args.repeats)
     results: list[dict[str, Any]] = []
     for rows in (64, 80) if args.dry_run else (64, 256, 1024, TABLE_ROWS):
-        # Where a graph can hold it: decode. A prefill with mixes is eager in serving.
+        # Where a graph can hold it: decode. A prefill with routed adapters is eager in serving.
         graph = rows <= DENSE_MAX_ROWS
         pooled: list[float] = []
         for members in (2,) if args.dry_run else (2, 4):

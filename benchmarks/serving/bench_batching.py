@@ -9,7 +9,7 @@ The three tables of "Serving multi-tenant LoRA with SGMV" (section 4) on our run
 of ``PROMPT`` tokens in and ``TOKENS`` out,
 
 1. spread evenly over 2 or 4 adapters, with 1, 16 and 32 under way at a time: seconds for all;
-2. numbers that have to be held for N adapters: one base model and N adapters, over N models with theirs folded in;
+2. numbers that have to be held for N adapters: one base model and N adapters, over N models with theirs merged in;
 3. all for one adapter, one after the other, on servers that hold 1, 2 and 4: seconds for all.
 
 Figures: ``batching.time32_over_1`` (4 adapters), ``batching.numbers4_over_separate``,

@@ -1,4 +1,4 @@
-"""What baking buys: latency against the share of requests for the hot adapter (figure 3 of the delta-adapter scheme).
+"""What merging for export buys: latency against the share of requests for the hot adapter (figure 3 of the scheme).
 
 ::
 
@@ -6,12 +6,14 @@
     python -m benchmarks.serving.bench_export --tiny --summary /tmp/summary.json  # a check on a laptop
 
 Three adapters, one of them hot; 400 tokens of prompt, 128 of answer, Poisson arrivals, 10 a second. ``stock`` is stock
-SGLang with the three adapters; ``baked`` is stock SGLang on the fused base, where a hot request names no adapter and
-the cold ones are deltas of twice the rank; ``ours`` (``--ours``) is vlora_sgl on the same. Latency depends on shapes
+SGLang with the three adapters; ``exported`` is stock SGLang on the fused base, where a hot request names no adapter
+and the cold ones are deltas of twice the rank; ``ours`` (``--ours``) is vlora_sgl on the same. Latency depends on
+shapes
 alone: bases and adapters have random weights, and the fused base is not distinct. The engines share a card and take
 turns with the same arrivals; an idle one takes memory and no time.
 
-- ``bake.hot1_latency_vs_sglang``: mean latency of ``baked`` over ``stock``, only hot requests, median over repeats.
+- ``export.hot1_latency_vs_sglang``: mean latency of ``exported`` over ``stock``, only hot requests, median over
+  repeats.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from tests.support.engine_runs import Arrival, EngineProcess
 
 HOT = "hot"
 COLD = ("cold1", "cold2")
-FIGURE = "bake.hot1_latency_vs_sglang"
+FIGURE = "export.hot1_latency_vs_sglang"
 
 
-def arrivals(share: float, baked: bool, args: argparse.Namespace, seed: int) -> list[Arrival]:
+def arrivals(share: float, exported: bool, args: argparse.Namespace, seed: int) -> list[Arrival]:
     """The requests of one run: the same times, prompts and adapters for both sides, named as each side names them.
 
     Exactly ``share`` of them, rounded, are for the hot adapter; the others take turns.
@@ -48,7 +50,7 @@ def arrivals(share: float, baked: bool, args: argparse.Namespace, seed: int) -> 
         name = HOT if number in hot else COLD[number % len(COLD)]
         request = {
             "input_ids": [draw.randrange(100, 250) for _ in range(args.prompt)],
-            "lora_path": None if baked and name == HOT else name,
+            "lora_path": None if exported and name == HOT else name,
             "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": args.answer},
         }
         found.append((at, request))
@@ -123,7 +125,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with ``--tiny`` resolved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a few hundred thousand parameters instead of 7B")
-    parser.add_argument("--ours", action="store_true", help="also vlora_sgl on the baked model")
+    parser.add_argument("--ours", action="store_true", help="also vlora_sgl on the exported model")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.4, 0.8, 1.0])
     parser.add_argument("--requests", type=int, default=40, help="of one run")
@@ -150,13 +152,13 @@ def main() -> None:
         plain, twice = (
             options_of(model, a, r, args.tiny) for a, r in ((adapters, args.rank), (deltas, 2 * args.rank))
         )
-        engines = {"stock": EngineProcess(plain, stock=True), "baked": EngineProcess(twice, stock=True)}
+        engines = {"stock": EngineProcess(plain, stock=True), "exported": EngineProcess(twice, stock=True)}
         if args.ours:
             engines["ours"] = EngineProcess(twice)
         for engine in engines.values():
             stack.enter_context(engine)
         rows = measure(engines, args)
-    found = ratios(rows, "baked", 1.0)
+    found = ratios(rows, "exported", 1.0)
     print(f"{FIGURE}: {statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f})")
     for share in args.shares:
         print(f"share {share}: " + ", ".join(f"{e} {statistics.median(ratios(rows, e, share)):.3f}" for e in engines))

@@ -1,6 +1,6 @@
-"""Peak memory of folding one shard, over the shard's size: ``bake.peak_memory_over_shard``.
+"""Peak memory of merging one shard, over the shard's size: ``export.peak_memory_over_shard``.
 
-A shard of two large bf16 matrices is made on disk and folded; the peak of resident memory (``VmHWM``, reset
+A shard of two large bf16 matrices is made on disk and merged; the peak of resident memory (``VmHWM``, reset
 first) above what the process held before is divided by the size of the file. Linux only. Recorded with ``--record``.
 """
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.summary import record
-from vlora_sgl.export.merge import fold_shard
+from vlora_sgl.export.merge import merge_shard
 from vlora_sgl.lora.checkpoint import LoraPair
 from vlora_sgl.lora.layout import BaseLayout
 
@@ -31,7 +31,7 @@ def resident(key: str) -> int:
 
 
 def peak_over_shard(megabytes: int) -> float:
-    """Folds a shard of about ``megabytes`` MiB; peak growth of resident memory over the shard's size."""
+    """Merges a shard of about ``megabytes`` MiB; peak growth of resident memory over the shard's size."""
     rows = megabytes * (1 << 20) // (2 * INNER * 2)
     names = [f"layers.0.self_attn.{leaf}" for leaf in ("q_proj", "o_proj")]
     layout = BaseLayout.from_modules([(name, (rows, INNER), ()) for name in names], {})
@@ -41,9 +41,9 @@ def peak_over_shard(megabytes: int) -> float:
         save_file({f"model.{name}.weight": torch.zeros(rows, INNER, dtype=torch.bfloat16) for name in names}, shard)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
         before = resident("VmRSS")
-        folded = fold_shard(shard, Path(directory, "out.safetensors"), dict.fromkeys(names, pair), layout)
-        if folded != set(names):
-            raise RuntimeError(f"folded {folded}, expected {names}")
+        merged = merge_shard(shard, Path(directory, "out.safetensors"), dict.fromkeys(names, pair), layout)
+        if merged != set(names):
+            raise RuntimeError(f"merged {merged}, expected {names}")
         return (resident("VmHWM") - before) / shard.stat().st_size
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     ratio = peak_over_shard(args.megabytes)
     print(f"peak memory over a {args.megabytes} MiB shard: {ratio:.3f}")
     if args.record:
-        record("bake.peak_memory_over_shard", round(ratio, 4), "ratio", higher_is_better=False)
+        record("export.peak_memory_over_shard", round(ratio, 4), "ratio", higher_is_better=False)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ end of the next (``engine_runs``), host work included where the device waits for
 - ``modes.merged_vs_off.*``, ``modes.unused_vs_off.*``: step time without LoRA over that of merged rows, and of base
   rows beside adapters that nobody asked for.
 - ``modes.mixture60_vs_unmerged``: prefill step time unmerged over that in mixture mode, with 60 % of the rows on the
-  folded adapter and the others spread over the rest; ``.decode``: of a decode step.
+  merged adapter and the others spread over the rest; ``.decode``: of a decode step.
 - ``modes.unmerged8_vs_stock.*``: stock SGLang's step time over ours, 8 adapters, unmerged.
 - ``switch.in_server_ms``: mean time of a direct switch from one adapter to another, between two steps.
 """

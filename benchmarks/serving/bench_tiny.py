@@ -1,8 +1,8 @@
 """Accuracy of the embedded model as served: ``python -m benchmarks.serving.bench_tiny --url URL``.
 
-Asks a running server (started with the embedded model, all its adapters and its mix) every test question of every
-domain, of base, adapter, heads and mix, and 200 unseen scenes per question type; compares with transformers + PEFT +
-head.
+Asks a running server (started with the embedded model, all its adapters and its routed adapter) every test question of
+every domain, of base, adapter, heads and the routed one, and 200 unseen scenes per question type; compares with
+transformers + PEFT + head.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from vlora_sgl.generate.token_router import load_members
 from vlora_sgl.generate.trainer import Encoded, exact_match, head_answers, load_adapter
 from vlora_sgl.heads import VisionHead, load_heads
 from vlora_sgl.models import tiny
-from vlora_sgl.routed.peft import TokenMix
-from vlora_sgl.routed.spec import member_names, read_mix
+from vlora_sgl.routed.peft import RoutedModel
+from vlora_sgl.routed.spec import member_names, read_routed
 
-MIX = "mix"
-"""The name the shipped mix is served under."""
+ROUTED = "routed"
+"""The name the shipped routed adapter is served under."""
 FIGURES = ("colour", "shape", "count", "position", "digit")
 
 
@@ -120,18 +120,18 @@ class Reference:
 
 
 def mix_right(examples: dict[str, list[Example]]) -> dict[str, list[bool]]:
-    """Whether the shipped mix's decoded answer is exact, per domain and example, by transformers + PEFT, float32."""
+    """Whether the routed adapter's answer is exact, per domain and example, by transformers + PEFT float32."""
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
     model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny.path(), dtype=torch.float32)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     text = model.config.text_config
-    spec = read_mix(tiny.mix(), MIX, text.hidden_size, text.vocab_size)
+    spec = read_routed(tiny.routed(), ROUTED, text.hidden_size, text.vocab_size)
     if spec.router is not None:
         spec.router.to(model.device)
     peft_model = load_members(model, {name: tiny.adapters()[name] for name in spec.members})
     processor = AutoProcessor.from_pretrained(tiny.path(), use_fast=False)
-    with TokenMix(peft_model, spec).applied():
+    with RoutedModel(peft_model, spec).applied():
         return {domain: exact_match(peft_model, processor, rows) for domain, rows in examples.items()}
 
 
@@ -146,8 +146,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--per-type", type=int, default=200)
-    everything = ["base", *tiny.adapters(), MIX]
-    parser.add_argument("--parts", nargs="*", default=everything, help="base, adapters and mix to measure")
+    everything = ["base", *tiny.adapters(), ROUTED]
+    parser.add_argument("--parts", nargs="*", default=everything, help="base, adapters and routed adapter to measure")
     parser.add_argument("--summary", type=Path, default=SUMMARY)
     args = parser.parse_args()
 
@@ -183,17 +183,17 @@ def main() -> None:
                 note(f"tiny.head.{name}.{head.name}", quality, head.metric_name)
                 if head.features == "last_token":
                     note(f"heads.accuracy_minus_lm_points.{name}", 100 * (quality - decoded), "points")
-        if MIX in args.parts:
-            wanted = sorted({domains.ADAPTERS[name][0] for name in member_names(tiny.mix(), MIX)})
+        if ROUTED in args.parts:
+            wanted = sorted({domains.ADAPTERS[name][0] for name in member_names(tiny.routed(), ROUTED)})
             domains.prepare(Path(folder), wanted)
             rows = {domain: read_jsonl(Path(folder) / domain / "test.jsonl") for domain in wanted}
             expected = mix_right(rows)
             for domain, examples in rows.items():
                 cases = [(e.load_images(), e.question, e.answer) for e in examples]
-                right = served(args.url, cases, MIX, f"mix, {domain}")
+                right = served(args.url, cases, ROUTED, f"routed, {domain}")
                 differing = sum(a != b for a, b in zip(right, expected[domain], strict=True))
-                print(f"mix, {domain}: {differing} of {len(cases)} served answers differ from transformers + PEFT")
-                note(f"tiny.mix.{domain}.accuracy", float(np.mean(right)), "accuracy")
+                print(f"routed, {domain}: {differing} of {len(cases)} served answers differ from transformers + PEFT")
+                note(f"tiny.routed.{domain}.accuracy", float(np.mean(right)), "accuracy")
     size = sum(f.stat().st_size for f in tiny.path().parent.rglob("*") if f.suffix != ".pyc" and f.is_file())
     note("tiny.package_mb", size / 1e6, "MB", False)
 

@@ -106,7 +106,7 @@ class Replica:
         self.pending: deque[tuple[float, _Live]] = deque()
         self.waiting: list[_Live] = []
         self.running: list[_Live] = []
-        self.folded: AdapterId = None
+        self.merged: AdapterId = None
         self.memory: Memory = {}
         self.resident: OrderedDict[str, float] = OrderedDict()  # adapter -> time its copy is complete
         self.host: OrderedDict[str, None] = OrderedDict()
@@ -166,7 +166,7 @@ class Replica:
             clock=self.now,
             waiting=visible(self.waiting, machine.window),
             running=self.running,
-            folded=self.folded,
+            merged=self.merged,
             max_batch=machine.max_batch,
             max_adapters=machine.slots,
             can_park=machine.can_park,
@@ -237,38 +237,38 @@ class Replica:
         self.resident[adapter] = self.link_free
         return False
 
-    def _fold(self, target: AdapterId) -> None:
-        if target == self.folded:
+    def _merge(self, target: AdapterId) -> None:
+        if target == self.merged:
             return
         if target is not None and target not in self.resident:
             self._ready(target, {target, *(r.adapter for r in self.running)})
             if target in self.resident:
                 self.now = max(self.now, self.resident[target])
-        seconds = self.costs.switch_seconds(self.folded, target)
+        seconds = self.costs.switch_seconds(self.merged, target)
         self.now += seconds
         self.result.switches += 1
         self.result.switch_seconds += seconds
-        self.folded = target
+        self.merged = target
 
     def _account(self, rows: Sequence[_Live], seconds: float, prefill: bool, groups: Counter, repeats: int) -> None:
         self.now += seconds
         self.busy += seconds
         if self.hot in groups:
             self.hot_busy += seconds
-        self.mode_seconds[mode_of(groups, self.folded)] += seconds
-        self.memory = self.policy.remember(self.memory, prefill, groups, self.folded, repeats)
+        self.mode_seconds[mode_of(groups, self.merged)] += seconds
+        self.memory = self.policy.remember(self.memory, prefill, groups, self.merged, repeats)
         for r in rows:
             r.progress = self.now
 
-    def _prefill(self, rows: list[_Live], folded: AdapterId) -> None:
-        self._fold(folded)
+    def _prefill(self, rows: list[_Live], merged: AdapterId) -> None:
+        self._merge(merged)
         groups: Counter[AdapterId] = Counter()
         pairs = 0.0
         for r in rows:
             groups[r.adapter] += r.prompt
             pairs += r.prompt**2 / 2
             r.worst_wait = max(r.worst_wait, self.now - r.progress)
-        self._account(rows, self.costs.prefill.seconds(groups, pairs, self.folded), True, groups, 1)
+        self._account(rows, self.costs.prefill.seconds(groups, pairs, self.merged), True, groups, 1)
         chosen = {r.rid for r in rows}
         self.waiting = [r for r in self.waiting if r.rid not in chosen]
         for r in rows:
@@ -278,16 +278,16 @@ class Replica:
         self.running.extend(rows)
         self._finish()
 
-    def _decode(self, rows: list[_Live], folded: AdapterId) -> None:
-        before = self.folded
-        self._fold(folded)
+    def _decode(self, rows: list[_Live], merged: AdapterId) -> None:
+        before = self.merged
+        self._merge(merged)
         for r in rows:
             r.worst_wait = max(r.worst_wait, self.now - r.progress)
         groups = Counter(r.adapter for r in rows)
         context = sum(r.context for r in rows)
-        step = self.costs.decode.seconds(groups, context, self.folded)
+        step = self.costs.decode.seconds(groups, context, self.merged)
         steps = 1
-        if len(rows) == len(self.running) and before == folded:
+        if len(rows) == len(self.running) and before == merged:
             steps = min(r.left for r in rows)
             if self.waiting:  # somebody may become urgent: look again soon
                 steps = min(steps, 4)

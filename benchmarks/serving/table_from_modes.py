@@ -50,8 +50,8 @@ def phase_costs(
         if case.engine != engine or case.name not in times or "attention" in case.name:
             continue
         groups = {adapter: tokens * count for adapter, count in Counter(case.adapters).items()}
-        folded = None if case.mode == "unmerged" else case.adapters[0] if case.mode == "merged" else "a0"
-        pairs, slots, undone = lora_work(groups, folded)
+        merged = None if case.mode == "unmerged" else case.adapters[0] if case.mode == "merged" else "a0"
+        pairs, slots, undone = lora_work(groups, merged)
         if pairs:
             features.append([1.0, slots, pairs, undone])
             seconds.append(times[case.name] - unused)

@@ -273,9 +273,9 @@ def test_lives_of_an_adapter_across_replicas() -> None:
     play(story)
 
 
-def test_a_mixes_members_are_loaded_before_it(tmp_path: Path) -> None:
+def test_a_routed_adapters_members_are_loaded_before_it(tmp_path: Path) -> None:
     spec = {"format": 1, "router": "vocabulary", "members": ["a", "b"], "modalities": {"text": "a", "image": "b"}}
-    (tmp_path / "vlora_mix.json").write_text(json.dumps(spec))
+    (tmp_path / "vlora_routed.json").write_text(json.dumps(spec))
 
     async def story(made: FakeCluster) -> None:
         status, body = await made.ask("both")
@@ -287,9 +287,9 @@ def test_a_mixes_members_are_loaded_before_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"router": "compositional", "adapters": {}}'])
-def test_a_broken_mix_is_the_replicas_to_refuse(tmp_path: Path, text: str) -> None:
-    (tmp_path / "vlora_mix.json").write_text(text)
-    assert members_of(str(tmp_path), "mix") == ()
+def test_a_broken_routed_adapter_is_the_replicas_to_refuse(tmp_path: Path, text: str) -> None:
+    (tmp_path / "vlora_routed.json").write_text(text)
+    assert members_of(str(tmp_path), "routed") == ()
 
 
 def test_a_replica_that_comes_back_is_told_what_has_changed() -> None:

@@ -49,7 +49,7 @@ def test_modes_and_neighbours_leave_answers_alone(
     assert len(prefills) >= 3 and all(step.tokens <= CHUNK for step in prefills), "prefill must have been chunked"
     ran = {step.plan[1] for step in cold.steps if step.rows == len(names)}
     if set(names) == {None}:
-        # Base rows alone fold nothing; a mode that folds keeps what is folded.
+        # Base rows alone merge nothing; a mode that merges keeps what is merged.
         assert ran <= {"unmerged", "mixture"}
     elif mode == "merged":
         assert ran == {"merged" if len(set(names)) == 1 else "mixture"}
@@ -75,15 +75,15 @@ def test_a_stream_of_batches_in_every_order_of_modes(engine: EngineProcess, expe
     assert all(after[kind]["count"] > before[kind]["count"] for kind in ("merge", "direct", "unmerge"))
 
 
-def test_unloading_the_folded_adapter_unmerges_it_first(
+def test_unloading_the_merged_adapter_unmerges_it_first(
     engine: EngineProcess, expected: Answers, mode_adapters: dict[str, Path]
 ) -> None:
     engine.force_mode("merged")
     check_all(engine, ["all"], expected)
-    assert engine.state()["folded"] == "all"
+    assert engine.state()["merged"] == "all"
     assert engine.unload("all") is None
-    assert engine.state()["folded"] is None
+    assert engine.state()["merged"] is None
     check_all(engine, [None, "mlp"], expected)
     assert engine.load("all", mode_adapters["all"]) is None
     check_all(engine, ["all"], expected)
-    assert engine.state()["folded"] == "all"
+    assert engine.state()["merged"] == "all"

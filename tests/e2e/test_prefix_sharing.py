@@ -30,7 +30,7 @@ TRIES = 5
 def load_activated(server: Server, root: Path) -> None:
     """The adapters of ``NAMES``, which start after the image."""
     for number, name in enumerate(NAMES[1:]):
-        save_heads(make_adapter(root / name, server.model.path, 71 + number), [], activation="after_image")
+        save_heads(make_adapter(root / name, server.model.path, 71 + number), [], invocation="after_image")
         load(server, name, root / name)
 
 
@@ -98,7 +98,7 @@ def counts(server: Server) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def cold(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str | None, Any]]:
     """Cold answers of the base model and four activated adapters, which stay loaded."""
-    load_activated(server, tmp_path_factory.mktemp("joint"))
+    load_activated(server, tmp_path_factory.mktemp("shared"))
     answers = cold_answers(server)
     assert len({tuple(tokens) for tokens in ids(answers).values()}) == len(NAMES)
     yield answers
@@ -174,8 +174,8 @@ def test_aborts_in_the_queue_leave_the_others_right(
     server: Server, cold: Any, steps: int, aborted: tuple[str, ...]
 ) -> None:
     # J0 comes first, so it would lead.
-    asked = {name: {"name": name, "rid": f"joint-{name}"} for name in (*NAMES[1:], None)}
-    found, batches, _ = together(server, asked, abort=[f"joint-{name}" for name in aborted])
+    asked = {name: {"name": name, "rid": f"shared-{name}"} for name in (*NAMES[1:], None)}
+    found, batches, _ = together(server, asked, abort=[f"shared-{name}" for name in aborted])
     left = [name for name in NAMES if name not in aborted]
     for name in aborted:
         assert found[name]["meta_info"]["finish_reason"]["type"] == "abort" and not found[name]["output_ids"]
@@ -191,7 +191,7 @@ def test_small_chunks_and_a_full_cache(tiny_model: TinyModel, tmp_path: Path, mo
     monkeypatch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
     monkeypatch.setenv("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
     iterations = tmp_path / "iterations.jsonl"
-    flags = ["--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "256", "--adapter-root", str(tmp_path)]
+    flags = ["--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "256", "--vlora-adapter-root", str(tmp_path)]
     flags += ["--vlora-iteration-log", str(iterations), "--max-loras-per-batch", "7", "--enable-metrics"]
     long = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
     with serve(tiny_model, tmp_path / "log.txt", *flags) as server:

@@ -108,7 +108,7 @@ def test_equal_patches_in_another_grid_are_another_image(server: Server) -> None
 
 def test_random_interleavings_equal_cold_runs(server: Server, tmp_path: Path) -> None:
     """Adapters, images, rounds and clients that go away, eight at a time."""
-    save_heads(make_adapter(tmp_path / "I", server.model.path, 61), [], activation="after_image")
+    save_heads(make_adapter(tmp_path / "I", server.model.path, 61), [], invocation="after_image")
     load(server, "I", tmp_path / "I")
     first = question("Describe the image in one word.")
     prompts = [first, first + "yes<|im_end|>\n<|im_start|>user\nIs there a cat?<|im_end|>\n<|im_start|>assistant\n"]
@@ -207,7 +207,7 @@ def test_activated_adapters_share_one_image_exactly(server: Server, tmp_path: Pa
     names = ["V1", "V2", "V3"]
     for number, name in enumerate(names):
         path = make_adapter(tmp_path / name, server.model.path, 31 + number)
-        save_heads(path, [], activation="after_image")
+        save_heads(path, [], invocation="after_image")
         load(server, name, path)
     cold = {}
     for name in (*names, None):
@@ -229,7 +229,7 @@ def test_activated_adapters_share_one_image_exactly(server: Server, tmp_path: Pa
 def test_eight_activated_adapters_prefill_their_image_once(server: Server, tmp_path: Path) -> None:
     prompt, names = question("How many objects are there?"), [f"E{number}" for number in range(8)]
     for number, name in enumerate(names):
-        save_heads(make_adapter(tmp_path / name, server.model.path, 51 + number), [], activation="after_image")
+        save_heads(make_adapter(tmp_path / name, server.model.path, 51 + number), [], invocation="after_image")
         load(server, name, tmp_path / name)
     server.flush()
     before = stats(server)["reuse"]
@@ -247,16 +247,16 @@ def test_eight_activated_adapters_prefill_their_image_once(server: Server, tmp_p
 
 
 def test_an_activated_adapter_equals_its_definition(server: Server, tmp_path: Path) -> None:
-    """The base model's KV up to the fork, the adapter after it: transformers + PEFT in two passes."""
+    """The base model's KV up to the invocation start, the adapter after it: transformers + PEFT in two passes."""
     prompt, image = question("Describe the image in one word."), make_image(1)
     path = make_adapter(tmp_path / "W", server.model.path, 41)
-    save_heads(path, [], activation="after_image")
+    save_heads(path, [], invocation="after_image")
     load(server, "W", path)
     server.flush()
     served = ask(server, prompt, "W")["output_ids"]
     load_plain = make_adapter(tmp_path / "P", server.model.path, 41)
     load(server, "P", load_plain)
-    assert ask(server, prompt, "P")["output_ids"] != served, "the fork must matter"
+    assert ask(server, prompt, "P")["output_ids"] != served, "the invocation start must matter"
     assert Reference(server.model.path).generate_activated(path, prompt, image, len(served)) == served
     unload(server, "W")
     unload(server, "P")

@@ -1,4 +1,4 @@
-"""A server whose adapter slots have ranks of their own (``--lora-slot-ranks``): the same answers from less memory.
+"""A server whose adapter slots have ranks of their own (``--vlora-slot-ranks``): the same answers from less memory.
 
 It needs a server of its own, so it runs with ``--slow`` only.
 """
@@ -41,7 +41,7 @@ def server(
 ) -> Iterator[Server]:
     """Five slots, ten adapters."""
     log = tmp_path_factory.mktemp("slots") / "log.txt"
-    with serve(TinyModel(tiny_model.path, paths), log, "--lora-slot-ranks", *map(str, SLOTS)) as running:
+    with serve(TinyModel(tiny_model.path, paths), log, "--vlora-slot-ranks", *map(str, SLOTS)) as running:
         yield running
 
 

@@ -26,7 +26,7 @@ def engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[En
     # SGLang wants one NUMA node a rank on a CPU, or to be told the cores (which it then binds only with AMX).
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if is_plain_cpu() else {}
     options = {**engine_options(tiny_model.path, mode_adapters), "tp_size": 2}
-    # Algorithm 1 folds whenever a batch is one adapter's; by costs that hardly pays for a model this small.
+    # Algorithm 1 merges whenever a batch is one adapter's; by costs that hardly pays for a model this small.
     with EngineProcess(options, vlora=VLoraArgs(policy="vlora"), environment=cores) as process:
         yield process
 
@@ -46,7 +46,7 @@ def test_every_mode_answers_as_one_rank_and_ranks_plan_alike(
     assert ran & ({"merged"} if mode == "auto" else {mode})
 
 
-def test_an_adapter_unloaded_while_folded_leaves_both_shards_pristine(
+def test_an_adapter_unloaded_while_merged_leaves_both_shards_base(
     engine: EngineProcess, expected: dict[str | None, Expected], mode_adapters: dict[str, Path]
 ) -> None:
     engine.force_mode("merged")

@@ -1,4 +1,4 @@
-"""Starts an engine on a baked model and prints, as JSON, the tokens it answers with for each name, for a test.
+"""Starts an engine on an exported model and prints, as JSON, the tokens it answers with for each name, for a test.
 
 ::
 

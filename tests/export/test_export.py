@@ -1,4 +1,4 @@
-"""A baked model answers as the original with PEFT does: the hot adapter, every cold one, and the base."""
+"""A exported model answers as the original with PEFT does: the hot adapter, every cold one, and the base."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.lora_adapters import tiny_adapter, tiny_model
-from vlora_sgl import export
 from vlora_sgl.errors import ConfigError
+from vlora_sgl.export import run
 from vlora_sgl.export.delta import compress, delta_modules
-from vlora_sgl.export.merge import fold_shard
-from vlora_sgl.export.run import BakePlan, bake
+from vlora_sgl.export.merge import merge_shard
+from vlora_sgl.export.run import ExportPlan, export
 from vlora_sgl.export.trace import rank_choices, read_trace
-from vlora_sgl.export.verify import BakeMismatchError, verify_bake
+from vlora_sgl.export.verify import ExportMismatchError, verify_export
 from vlora_sgl.heads import save_heads
 from vlora_sgl.lora.checkpoint import read_adapter
-from vlora_sgl.lora.exported import adapter_options, read_baked
+from vlora_sgl.lora.exported import adapter_options, read_exported
 from vlora_sgl.lora.layout import BaseLayout
 
 HOT = {
@@ -63,7 +63,7 @@ def logits(model_dir: Path, family: str, adapter: Path | None, dtype: torch.dtyp
 def test_hot_cold_and_base_give_the_original_logits(family: str, exact_ranks: bool, tmp_path: Path) -> None:
     adapters = make_inputs(tmp_path, family, torch.float32)
     out = tmp_path / "out"
-    report = bake(BakePlan(tmp_path / "model", "hot", adapters, out, exact_ranks=exact_ranks), progress=False)
+    report = export(ExportPlan(tmp_path / "model", "hot", adapters, out, exact_ranks=exact_ranks), progress=False)
     assert 0 < report.verified <= 1
     expected = {name: logits(tmp_path / "model", family, path) for name, path in adapters.items()}
     expected["base"] = logits(tmp_path / "model", family, None)
@@ -79,7 +79,7 @@ def test_hot_cold_and_base_give_the_original_logits(family: str, exact_ranks: bo
 
 def test_a_half_precision_base_is_rounded_once(tmp_path: Path) -> None:
     adapters = make_inputs(tmp_path, "qwen2", torch.bfloat16)
-    bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
+    export(ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
     hot = read_adapter(tmp_path / "hot", BaseLayout.from_directory(tmp_path / "model")).modules
     changed = 0
     for shard in (tmp_path / "model").glob("*.safetensors"):
@@ -100,8 +100,8 @@ def test_delta_adapters_load_where_q_k_and_v_must_come_together(tmp_path: Path) 
     tiny_model("qwen2").save_pretrained(tmp_path / "model")
     for seed, (name, config) in enumerate((("hot", hot), ("cold", cold))):
         tiny_adapter(tiny_model("qwen2"), tmp_path / name, seed=seed, **config)
-    plan = BakePlan(tmp_path / "model", "hot", {n: tmp_path / n for n in ("hot", "cold")}, tmp_path / "out")
-    assert bake(plan, progress=False).ranks == {"cold": 5, "base": 2, "hot": 1}
+    plan = ExportPlan(tmp_path / "model", "hot", {n: tmp_path / n for n in ("hot", "cold")}, tmp_path / "out")
+    assert export(plan, progress=False).ranks == {"cold": 5, "base": 2, "hot": 1}
     tensors = load_file(tmp_path / "out" / "adapters" / "cold" / "adapter_model.safetensors")
     assert {key.split(".")[-3] for key in tensors} == {"q_proj", "k_proj", "v_proj"}
     assert {t.shape[0] for k, t in tensors.items() if "lora_A" in k} == {5}
@@ -111,7 +111,7 @@ def test_delta_adapters_keep_to_what_vllm_reads(tmp_path: Path) -> None:
     """What vllm/lora/{peft_helper,utils}.py ask: one rank and one scale ``lora_alpha / r`` (no rank_pattern is
     known), no modules_to_save, no bias, and keys ``base_model.model.PATH.lora_{A,B}.weight``."""
     adapters = make_inputs(tmp_path, "qwen2_5_vl", torch.float32)
-    bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
+    export(ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
     for name in ("hot", *COLD, "base"):
         directory = tmp_path / "out" / "adapters" / name
         config = json.loads((directory / "adapter_config.json").read_text())
@@ -127,58 +127,58 @@ def test_delta_adapters_keep_to_what_vllm_reads(tmp_path: Path) -> None:
 
 def test_a_stopped_bake_goes_on_and_another_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapters = make_inputs(tmp_path, "qwen2", torch.float32)
-    plan = BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out")
+    plan = ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out")
     written: list[str] = []
 
     def stop_after_two(source: Path, target: Path, *rest: Any) -> Any:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(source.name)
-        return fold_shard(source, target, *rest)
+        return merge_shard(source, target, *rest)
 
-    monkeypatch.setattr(export, "fold_shard", stop_after_two)
+    monkeypatch.setattr(run, "merge_shard", stop_after_two)
     with pytest.raises(KeyboardInterrupt):
-        bake(plan, progress=False)
+        export(plan, progress=False)
     done = {name: (plan.out / name).stat().st_mtime_ns for name in written}
-    monkeypatch.setattr(export, "fold_shard", fold_shard)
-    with pytest.raises(ConfigError, match="is an unfinished bake"):
-        read_baked(plan.out)
-    with pytest.raises(ConfigError, match="another unfinished bake"):
-        bake(BakePlan(plan.model, "mixed", adapters, plan.out), progress=False)
-    bake(plan, progress=False)
+    monkeypatch.setattr(run, "merge_shard", merge_shard)
+    with pytest.raises(ConfigError, match="is an unfinished export"):
+        read_exported(plan.out)
+    with pytest.raises(ConfigError, match="another unfinished export"):
+        export(ExportPlan(plan.model, "mixed", adapters, plan.out), progress=False)
+    export(plan, progress=False)
     assert {name: (plan.out / name).stat().st_mtime_ns for name in written} == done, "finished shards are kept"
-    assert read_baked(plan.out) is not None and read_baked(plan.model) is None
+    assert read_exported(plan.out) is not None and read_exported(plan.model) is None
     with pytest.raises(ConfigError, match="not empty"):
-        bake(plan, progress=False)
+        export(plan, progress=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verification_notices_wrong_weights_and_deltas(dtype: torch.dtype, tmp_path: Path) -> None:
-    """A weight that is not the sum, an adapter that was not folded, a delta that lacks its half."""
+    """A weight that is not the sum, an adapter that was not merged, a delta that lacks its half."""
     adapters = make_inputs(tmp_path, "qwen2", dtype)
-    plan = BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out", samples=1000)
-    assert bake(plan, progress=False).verified < 1
+    plan = ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out", samples=1000)
+    assert export(plan, progress=False).verified < 1
     layout = BaseLayout.from_directory(plan.model)
     hot, cold = (read_adapter(adapters[name], layout).modules for name in ("hot", "mixed"))
     delta = read_adapter(plan.out / "adapters" / "mixed", layout).modules
     wrong: list[tuple[Path, Any, Any]] = [
-        (plan.model, hot, {}),  # the base, not folded at all
+        (plan.model, hot, {}),  # the base, not merged at all
         (plan.out, cold, cold),  # a plain adapter in place of its delta
         (plan.out, {}, delta),  # one adapter's delta for another's
     ]
     for out, own, changed in wrong:
-        with pytest.raises(BakeMismatchError, match="times what rounding"):
-            verify_bake(plan.model, out, layout, own, changed, 1000)
+        with pytest.raises(ExportMismatchError, match="times what rounding"):
+            verify_export(plan.model, out, layout, own, changed, 1000)
     for shard in plan.out.glob("*.safetensors"):
         tensors = load_file(shard)
         save_file({k: t * (1 + 8 * torch.finfo(dtype).eps) for k, t in tensors.items()}, shard)
-    with pytest.raises(BakeMismatchError, match="the folded adapter: off by"):
-        verify_bake(plan.model, plan.out, layout, hot, {}, 1000)
+    with pytest.raises(ExportMismatchError, match="the merged adapter: off by"):
+        verify_export(plan.model, plan.out, layout, hot, {}, 1000)
 
 
 def test_compressed_deltas_are_held_to_what_was_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapters = make_inputs(tmp_path, "qwen2", torch.bfloat16)
-    report = bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out", compress=5), progress=False)
+    report = export(ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out", compress=5), progress=False)
     error, worst = report.errors["mixed"]
     assert 0 < error <= worst < 1 and report.verified < 1
     assert report.errors["base"][0] < 1e-2, "rank 4 fits into 5"
@@ -188,27 +188,27 @@ def test_compressed_deltas_are_held_to_what_was_dropped(tmp_path: Path, monkeypa
         better, smaller = compress(modules, rank), compress(modules, rank - 3)
         return replace(better, modules=smaller.modules)
 
-    monkeypatch.setattr(export, "compress", careless)
-    with pytest.raises(BakeMismatchError, match=r"(narrow|mixed): off by"):
-        bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "other", compress=5), progress=False)
+    monkeypatch.setattr(run, "compress", careless)
+    with pytest.raises(ExportMismatchError, match=r"(narrow|mixed): off by"):
+        export(ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "other", compress=5), progress=False)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_half_precision_logits_differ_by_rounding_only(family: str, tmp_path: Path) -> None:
-    """bfloat16 base: every answer of the baked model is as near to the float64 truth as PEFT's own bfloat16 merge."""
+    """bfloat16 base: every answer of the exported model is as near to float64 as PEFT's own bfloat16 merge."""
     adapters = make_inputs(tmp_path, family, torch.bfloat16)
     out = tmp_path / "out"
-    bake(BakePlan(tmp_path / "model", "hot", adapters, out), progress=False)
+    export(ExportPlan(tmp_path / "model", "hot", adapters, out), progress=False)
     truth = {name: logits(tmp_path / "model", family, path) for name, path in adapters.items()}
     truth["base"] = logits(tmp_path / "model", family, None)
     for name, want in truth.items():
-        baked = None if name == "hot" else out / "adapters" / name
+        exported = None if name == "hot" else out / "adapters" / name
         original = None if name == "base" else adapters[name]
         # In float64 what is left is the one rounding of the fused weights; bfloat16 adds the arithmetic's own.
         scale, eps = want.abs().max(), torch.finfo(torch.bfloat16).eps
-        assert (logits(out, family, baked) - want).abs().max() < 2 * eps * scale, name
+        assert (logits(out, family, exported) - want).abs().max() < 2 * eps * scale, name
         own = (logits(tmp_path / "model", family, original, torch.bfloat16) - want).abs().max()
-        ours = (logits(out, family, baked, torch.bfloat16) - want).abs().max()
+        ours = (logits(out, family, exported, torch.bfloat16) - want).abs().max()
         assert ours < 4 * own, (name, float(ours / scale), float(own / scale))
         other = truth["base" if name != "base" else "hot"]
         assert (other - want).abs().max() > 10 * ours, "the adapters must matter more than rounding does"
@@ -216,15 +216,15 @@ def test_half_precision_logits_differ_by_rounding_only(family: str, tmp_path: Pa
 
 def test_the_manifest_says_who_answers_for_whom(tmp_path: Path) -> None:
     adapters = make_inputs(tmp_path, "qwen2", torch.float32)
-    bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
-    baked = read_baked(tmp_path / "out")
-    assert baked is not None and set(baked.adapters) == {"hot", "narrow", "mixed", "base"}
-    assert [baked.serving(name) for name in ("hot", "mixed", None, "unknown")] == [None, "mixed", "base", "unknown"]
-    assert baked.serving("hot", head=True) == "hot"
+    export(ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
+    exported = read_exported(tmp_path / "out")
+    assert exported is not None and set(exported.adapters) == {"hot", "narrow", "mixed", "base"}
+    assert [exported.serving(name) for name in ("hot", "mixed", None, "unknown")] == [None, "mixed", "base", "unknown"]
+    assert exported.serving("hot", head=True) == "hot"
     options = adapter_options(tmp_path / "out", given=False)
     assert options["enable_lora"] and f"base={tmp_path / 'out' / 'adapters' / 'base'}" in options["lora_paths"]
     assert adapter_options(tmp_path / "out", given=True) == adapter_options("some/name-on-a-hub", given=False) == {}
-    # The folded adapter's name, for engines that know nothing of manifests: an adapter that changes nothing.
+    # The merged adapter's name, for engines that know nothing of manifests: an adapter that changes nothing.
     assert torch.equal(
         logits(tmp_path / "out", "qwen2", tmp_path / "out" / "adapters" / "hot"),
         logits(tmp_path / "out", "qwen2", None),
@@ -233,9 +233,9 @@ def test_the_manifest_says_who_answers_for_whom(tmp_path: Path) -> None:
 
 def test_adapters_that_activate_late_are_refused(tmp_path: Path) -> None:
     adapters = make_inputs(tmp_path, "qwen2", torch.float32)
-    save_heads(adapters["narrow"], [], activation="after_image")
+    save_heads(adapters["narrow"], [], invocation="after_image")
     with pytest.raises(ConfigError, match="narrow activates at 'after_image'"):
-        bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
+        export(ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
     assert not (tmp_path / "out").exists()
 
 
@@ -245,7 +245,7 @@ def test_quantised_bases_are_refused_by_name(method: str, tmp_path: Path) -> Non
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": method}}))
     with pytest.raises(ConfigError, match=f"quantised with '{method}'"):
-        bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
+        export(ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
     assert not (tmp_path / "out").exists()
 
 
@@ -254,7 +254,7 @@ def test_heads_are_carried_over(tmp_path: Path) -> None:
     for name in ("hot", "mixed"):
         (tmp_path / name / "vlora_adapter.json").write_text(json.dumps({"format": 1, "prompt": name}))
         save_file({"digit.weight": torch.ones(2, 32)}, tmp_path / name / "vlora_heads.safetensors")
-    bake(BakePlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
+    export(ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
     for name in ("hot", "mixed"):
         for file in ("vlora_adapter.json", "vlora_heads.safetensors"):
             assert (tmp_path / "out" / "adapters" / name / file).read_bytes() == (tmp_path / name / file).read_bytes()
@@ -286,7 +286,7 @@ def test_the_trace_decides_what_pays(tmp_path: Path) -> None:
     assert tokens == {"a": 90, "b": 8, None: 1}
     ranks = {"a": 16, "b": 16}
     assert [c.hot for c in rank_choices(tokens, ranks)] == ["a", None, "b"]
-    assert rank_choices({None: 99, "a": 1}, ranks)[0].hot is None, "folding costs the base's requests"
+    assert rank_choices({None: 99, "a": 1}, ranks)[0].hot is None, "merging costs the base's requests"
     with pytest.raises(ConfigError, match="not given: c"):
         rank_choices({"c": 1}, ranks)
     trace.write_text("nonsense")
@@ -301,7 +301,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     options = [*command, "out", "--trace", "trace.jsonl", "--compress", "4"]
     done = subprocess.run(options, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "hot folded" in done.stdout and "adapters/renamed: rank 4, relative error" in done.stdout
+    assert "hot merged" in done.stdout and "adapters/renamed: rank 4, relative error" in done.stdout
     shutil.rmtree(tmp_path / "hot")
     refused = subprocess.run(
         [*command, "more", "--hot", "hot"], cwd=tmp_path, capture_output=True, text=True, check=False

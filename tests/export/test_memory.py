@@ -1,4 +1,4 @@
-"""Folding a shard takes a fraction of the shard in memory."""
+"""Merging a shard takes a fraction of the shard in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A baked model served: by ours, which keeps the adapters' names, and by stock SGLang, which knows of no bakes."""
+"""An exported model served: by ours, which keeps the adapters' names, and by stock SGLang, which knows nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import Server
 from tests.support.head_reference import data_url, make_image, question
 from vlora_sgl.defaults import engine_defaults
-from vlora_sgl.export.run import BakePlan, bake
+from vlora_sgl.export.run import ExportPlan, export
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # each test starts an engine
 ROOT = Path(__file__).parents[2]
@@ -24,10 +24,10 @@ STOCK += ("cuda_graph_backend_decode", "cuda_graph_backend_prefill", "disable_ov
 
 
 @pytest.fixture(scope="module")
-def baked(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shared server's model with A folded in."""
-    out = tmp_path_factory.mktemp("baked") / "out"
-    bake(BakePlan(server.model.path, "A", server.model.adapters, out), progress=False)
+def exported(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shared server's model with A merged in."""
+    out = tmp_path_factory.mktemp("exported") / "out"
+    export(ExportPlan(server.model.path, "A", server.model.adapters, out), progress=False)
     return out
 
 
@@ -51,14 +51,14 @@ def served(kind: str, directory: Path, names: list[str | None], options: dict[st
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_ours_answers_to_the_names_of_the_original(baked: Path, original: dict[str, Any]) -> None:
+def test_ours_answers_to_the_names_of_the_original(exported: Path, original: dict[str, Any]) -> None:
     """Told nothing but the directory: A is the model itself, B its delta, no name the delta of the base."""
-    assert served("ours", baked, [None, "A", "B"], {}) == original
+    assert served("ours", exported, [None, "A", "B"], {}) == original
 
 
-def test_stock_sglang_loads_the_fused_base_and_every_delta(baked: Path, original: dict[str, Any]) -> None:
+def test_stock_sglang_loads_the_fused_base_and_every_delta(exported: Path, original: dict[str, Any]) -> None:
     options = {name: value for name, value in engine_defaults().items() if name in STOCK}
     options |= {"lora_backend": "torch_native"} if options.get("device") == "cpu" else {}
-    options["lora_paths"] = [f"{name}={baked}/adapters/{name}" for name in ("B", "base", "A")]
-    answers = served("stock", baked, [None, "B", "base", "A"], options)
+    options["lora_paths"] = [f"{name}={exported}/adapters/{name}" for name in ("B", "base", "A")]
+    answers = served("stock", exported, [None, "B", "base", "A"], options)
     assert answers == {"None": original["A"], "B": original["B"], "base": original["None"], "A": original["A"]}

@@ -83,12 +83,12 @@ def test_every_family_learns_and_goes_on_from_a_kept_state(folder, base):
     run, datasets = load_run(config(folder, base))
     learner = Learner(run, datasets)
     assert learner.measure_base("warm", "test") == 0.0
-    pristine = {name: value.clone() for name, value in learner.model.state_dict().items()}
+    base_weights = {name: value.clone() for name, value in learner.model.state_dict().items()}
     alone = learner.fuse(("warm",))
     assert alone["warm"] >= 0.9
     both = learner.fuse(("warm", "cold"))
     assert both.keys() == {"warm", "cold"} and both["cold"] >= 0.9
-    assert all(torch.equal(value, pristine[name]) for name, value in learner.model.state_dict().items())
+    assert all(torch.equal(value, base_weights[name]) for name, value in learner.model.state_dict().items())
     assert learner.measure(("warm",), "validation") == pytest.approx(alone, abs=0.13)
     assert read_adapter(learner.state(("warm",))).modules, "the server's reader takes it as it is"
     # Another process goes on from the state on disk and gets the same adapter, bit for bit.

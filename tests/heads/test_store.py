@@ -24,7 +24,7 @@ def directory(tmp_path: Path) -> Path:
     save_heads(
         tmp_path,
         [*heads, DetectHead("find", HIDDEN, ["cat"], threshold=0.3)],
-        activation="after_image",
+        invocation="after_image",
         prompt="Which digit?",
         metrics={"accuracy": 0.9},
     )
@@ -33,7 +33,7 @@ def directory(tmp_path: Path) -> Path:
 
 def test_round_trip(directory: Path) -> None:
     description = read_description(directory)
-    assert (description.activation, description.prompt) == ("after_image", "Which digit?")
+    assert (description.invocation, description.prompt) == ("after_image", "Which digit?")
     assert description.metrics == {"accuracy": 0.9}
     heads = load_heads(directory, HIDDEN)
     assert list(heads) == ["digit", "dots", "find"] and heads["find"].threshold == 0.3
@@ -44,14 +44,14 @@ def test_round_trip(directory: Path) -> None:
 
 
 def test_an_adapter_without_description_has_no_heads(tmp_path: Path) -> None:
-    assert load_heads(tmp_path, HIDDEN) == {} and read_description(tmp_path).activation is None
+    assert load_heads(tmp_path, HIDDEN) == {} and read_description(tmp_path).invocation is None
 
 
 def test_peft_activated_lora_names_its_own_sequence(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"alora_invocation_tokens": [5, 6]}))
-    assert read_description(tmp_path).activation == (5, 6)
-    save_heads(tmp_path, [], activation=(7,))
-    assert read_description(tmp_path).activation == (7,)  # our own file is the more specific statement
+    assert read_description(tmp_path).invocation == (5, 6)
+    save_heads(tmp_path, [], invocation=(7,))
+    assert read_description(tmp_path).invocation == (7,)  # our own file is the more specific statement
 
 
 HEAD = {"name": "digit", "kind": "classify", "labels": ["0", "1"]}
@@ -62,9 +62,9 @@ HEAD = {"name": "digit", "kind": "classify", "labels": ["0", "1"]}
     [
         ({"format": 2}, "format"),
         ({"colour": 1}, r"unknown keys \['colour'\]"),
-        ({"activation": "before_image"}, "activation"),
-        ({"activation": []}, "activation"),
-        ({"activation": [True]}, "activation"),
+        ({"invocation": "before_image"}, "invocation"),
+        ({"invocation": []}, "invocation"),
+        ({"invocation": [True]}, "invocation"),
         ({"prompt": 3}, "prompt"),
         ({"heads": {}}, "list"),
         ({"heads": [{**HEAD, "name": "a.b"}]}, "name"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from vlora_sgl.kernels.merge import FoldTarget, MergeTable, MergeTile, merge_reference, ulp_distance
+from vlora_sgl.kernels.merge import MergeTable, MergeTarget, MergeTile, merge_reference, ulp_distance
 from vlora_sgl.kernels.merge import kernel as merge_kernel
 
 SLOTS, MAX_RANK = 3, 136  # wider than one block of the kernel's rank loop
@@ -30,17 +30,17 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def stack(
     shape_of_slices: tuple[int, ...], k: int, group: str, device: torch.device, dtype: torch.dtype
-) -> list[FoldTarget]:
-    """The fold targets of one (stacked) linear layer, with noise in every slot, past every rank too."""
+) -> list[MergeTarget]:
+    """The merge targets of one (stacked) linear layer, with noise in every slot, past every rank too."""
     n, c = sum(shape_of_slices), len(shape_of_slices)
     weight = torch.randn(n, k, device=device, dtype=torch.float64).to(dtype)
     lora_a = torch.randn(SLOTS, c * MAX_RANK, k, device=device).to(dtype)
     lora_b = torch.randn(SLOTS, n, MAX_RANK, device=device).to(dtype)
-    pristine, targets, row = weight.clone(), [], 0
+    base_weights, targets, row = weight.clone(), [], 0
     for index, size in enumerate(shape_of_slices):
         rows = slice(row, row + size)
         targets.append(
-            FoldTarget(f"{group}[{index}]", group, weight[rows], pristine[rows], lora_a, lora_b[:, rows], index)
+            MergeTarget(f"{group}[{index}]", group, weight[rows], base_weights[rows], lora_a, lora_b[:, rows], index)
         )
         row += size
     return targets
@@ -55,45 +55,45 @@ def table(device: torch.device, dtype: torch.dtype) -> MergeTable:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rank", [1, 16, 40, MAX_RANK])
-def test_fold_is_the_rounded_float64_sum(device: torch.device, dtype: torch.dtype, rank: int) -> None:
+def test_merge_is_the_rounded_float64_sum(device: torch.device, dtype: torch.dtype, rank: int) -> None:
     merge = table(device, dtype)
-    merge.fold(merge.groups, slot=1, rank=rank, scaling=0.37)
+    merge.merge(merge.groups, slot=1, rank=rank, scaling=0.37)
     for t in merge.targets:
         a, b = t.operands(slot=1, rank=rank)
-        expected = merge_reference(t.pristine, a, b, 0.37)
-        assert not torch.equal(t.weight, t.pristine), t.name
+        expected = merge_reference(t.base_weights, a, b, 0.37)
+        assert not torch.equal(t.weight, t.base_weights), t.name
         if dtype == torch.float16:
             # float32 accumulation is 13 bits finer than the result: only a sum beside a tie can round the other way.
             distance = ulp_distance(t.weight, expected)
             small = expected.abs() < 0.05  # where cancellation makes an ulp finer than the addends' error
             assert distance[~small].max() <= 1, t.name
         # |fl(sum) - sum| <= (r + 2) u sum|terms| of a float32 chain, plus the result's own rounding.
-        bound = (rank + 2) * 2.0**-24 * (t.pristine.double().abs() + 0.37 * b.double().abs() @ a.double().abs())
-        exact = t.pristine.double() + 0.37 * (b.double() @ a.double())
+        bound = (rank + 2) * 2.0**-24 * (t.base_weights.double().abs() + 0.37 * b.double().abs() @ a.double().abs())
+        exact = t.base_weights.double() + 0.37 * (b.double() @ a.double())
         assert ((t.weight.double() - exact).abs() <= bound + torch.finfo(dtype).eps / 2 * exact.abs() + 1e-7).all()
 
 
-def test_a_fold_touches_only_its_groups(device: torch.device) -> None:
+def test_a_merge_touches_only_its_groups(device: torch.device) -> None:
     merge = table(device, torch.float32)
-    merge.fold(["down"], slot=0, rank=8, scaling=1.0)
+    merge.merge(["down"], slot=0, rank=8, scaling=1.0)
     for t in merge.targets:
-        assert torch.equal(t.weight, t.pristine) == (t.group == "qkv"), t.name
+        assert torch.equal(t.weight, t.base_weights) == (t.group == "qkv"), t.name
 
 
 def test_restore_is_bit_exact_even_for_negative_zero(device: torch.device) -> None:
     merge = table(device, torch.float32)
-    merge.targets[0].pristine[0, 0] = -0.0
-    merge.fold(merge.groups, slot=2, rank=16, scaling=2.0)
+    merge.targets[0].base_weights[0, 0] = -0.0
+    merge.merge(merge.groups, slot=2, rank=16, scaling=2.0)
     merge.restore(merge.groups)
     for t in merge.targets:
-        assert torch.equal(t.weight.view(torch.int32), t.pristine.view(torch.int32)), t.name
+        assert torch.equal(t.weight.view(torch.int32), t.base_weights.view(torch.int32)), t.name
 
 
-def test_a_second_fold_forgets_the_first(device: torch.device) -> None:
+def test_a_second_merge_forgets_the_first(device: torch.device) -> None:
     merge, fresh = table(device, torch.float32), table(device, torch.float32)
     for slot in (0, 2, 1):
-        merge.fold(merge.groups, slot=slot, rank=24, scaling=1.5)
-    fresh.fold(fresh.groups, slot=1, rank=24, scaling=1.5)
+        merge.merge(merge.groups, slot=slot, rank=24, scaling=1.5)
+    fresh.merge(fresh.groups, slot=1, rank=24, scaling=1.5)
     for ours, theirs in zip(merge.targets, fresh.targets, strict=True):
         assert torch.equal(ours.weight, theirs.weight), ours.name
 
@@ -104,20 +104,20 @@ def test_unaligned_shapes_drop_the_alignment_promise() -> None:
     assert aligned._align == 4
 
 
-def test_refreshed_pristine_weights_are_what_restore_brings_back(device: torch.device) -> None:
+def test_refreshed_base_weights_are_what_restore_brings_back(device: torch.device) -> None:
     merge = table(device, torch.float32)
     updated = [torch.randn_like(t.weight) for t in merge.targets]
     for t, new in zip(merge.targets, updated, strict=True):
         t.weight.copy_(new)
-    merge.refresh_pristine()
-    merge.fold(merge.groups, slot=0, rank=4, scaling=1.0)
+    merge.refresh_base()
+    merge.merge(merge.groups, slot=0, rank=4, scaling=1.0)
     merge.restore(merge.groups)
     assert all(torch.equal(t.weight, new) for t, new in zip(merge.targets, updated, strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_warming_up_keeps_every_bit_and_compiles_what_folds_run() -> None:
+def test_warming_up_keeps_every_bit_and_compiles_what_merges_run() -> None:
     merge = table(torch.device("cuda"), torch.float16)
     before = [t.weight.clone() for t in merge.targets]
     for pool in {id(t.lora_a): t.lora_a for t in merge.targets}.values():
@@ -129,7 +129,7 @@ def test_warming_up_keeps_every_bit_and_compiles_what_folds_run() -> None:
     )
     compiled = sum(map(len, (cache[0] for cache in merge_kernel._merge_kernel.device_caches.values())))
     for slot, rank in ((0, 16), (1, 32), (2, 48), (1, 64)):
-        merge.fold(merge.groups, slot=slot, rank=rank, scaling=1.0)
+        merge.merge(merge.groups, slot=slot, rank=rank, scaling=1.0)
     assert sum(map(len, (cache[0] for cache in merge_kernel._merge_kernel.device_caches.values()))) == compiled
 
 
@@ -142,10 +142,10 @@ def test_nbytes_counts_one_read_and_one_write() -> None:
 def test_mismatched_shapes_are_refused_by_name() -> None:
     good = stack((8,), 16, "o", torch.device("cpu"), torch.float32)[0]
     with pytest.raises(ValueError, match=r"o_proj.*\(8, 16\)"):
-        FoldTarget("o_proj", "o", good.weight, good.pristine[:4], good.lora_a, good.lora_b)
+        MergeTarget("o_proj", "o", good.weight, good.base_weights[:4], good.lora_a, good.lora_b)
     with pytest.raises(ValueError, match="one type"):
-        FoldTarget("o_proj", "o", good.weight.half(), good.pristine, good.lora_a, good.lora_b)
-    with pytest.raises(ValueError, match="no fold targets in groups"):
+        MergeTarget("o_proj", "o", good.weight.half(), good.base_weights, good.lora_a, good.lora_b)
+    with pytest.raises(ValueError, match="no merge targets in groups"):
         MergeTable([good]).restore(["gate"])
 
 

@@ -30,14 +30,18 @@ def batch_of(rows: list[Any]) -> SimpleNamespace:
 @given(st.lists(ROW, min_size=1, max_size=6))
 def test_every_token_gets_its_adapter(rows: list[Any]) -> None:
     batch = batch_of(rows)
-    view = split_batch(batch, [fork for *_, fork in rows])
-    wanted = [a if start + t >= fork else None for a, start, length, fork in rows for t in range(length)]
+    view = split_batch(batch, [invocation_start for *_, invocation_start in rows])
+    wanted = [
+        a if start + t >= invocation_start else None
+        for a, start, length, invocation_start in rows
+        for t in range(length)
+    ]
     found = [a for a, n in zip(view.lora_ids, view.extend_seq_lens_cpu, strict=True) for _ in range(n)]
     assert found == wanted and all(view.extend_seq_lens_cpu)
     assert view.extend_seq_lens.tolist() == view.extend_seq_lens_cpu and view.batch_size == len(view.lora_ids)
     assert batch.lora_ids == [adapter for adapter, *_ in rows]  # the batch itself stays as SGLang made it
 
 
-def test_a_batch_without_forks_is_passed_on() -> None:
+def test_a_batch_without_invocation_starts_is_passed_on() -> None:
     batch = batch_of([("a", 0, 3, 0), (None, 0, 2, 9)])
     assert split_batch(batch, [0, 9]) is batch

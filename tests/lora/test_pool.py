@@ -65,10 +65,10 @@ def test_whatever_fits_is_placed_without_evicting_anybody_wanted() -> None:
 
 
 def test_ranks_are_multiples_of_what_the_kernels_pad_to() -> None:
-    ours, rest = split_argv(["--lora-slot-ranks", "64", "16", "16", "--port", "1"])
-    assert ours.lora_slot_ranks == (64, 16, 16) and rest == ["--port", "1"]
+    ours, rest = split_argv(["--vlora-slot-ranks", "64", "16", "16", "--port", "1"])
+    assert ours.slot_ranks == (64, 16, 16) and rest == ["--port", "1"]
     with pytest.raises(ConfigError, match="multiples of 16"):
-        VLoraArgs(lora_slot_ranks=(64, 8))
+        VLoraArgs(slot_ranks=(64, 8))
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_segments_follow_the_mode(merged, expected):
 
 
 def test_rows_before_an_adapters_activation_run_as_base_rows():
-    found = segments_of(["x", "y"], [5, 2], None, SLOTS, forks=[3, 0])
+    found = segments_of(["x", "y"], [5, 2], None, SLOTS, invocation_starts=[3, 0])
     assert [(s.start, s.end, s.pairs) for s in found] == [(0, 3, ()), (3, 5, ((0, 1.0),)), (5, 7, ((1, 1.0),))]
 
 

@@ -122,18 +122,18 @@ def test_the_least_recent_idle_adapter_goes_to_disk_and_comes_back() -> None:
     run(scenario())
 
 
-def test_a_member_of_a_mix_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_member_of_a_routed_adapter_stays_as_it_is(tmp_path: Path) -> None:
     async def scenario() -> None:
         front = Front(limit=2)
-        (tmp_path / "vlora_mix.json").write_text('{"router": "vocabulary", "members": ["a"]}')
+        (tmp_path / "vlora_routed.json").write_text('{"router": "vocabulary", "members": ["a"]}')
         await front.load("a")
-        await front.load_lora_adapter(_sgl.LoadLoRAAdapterReqInput(lora_name="mix", lora_path=str(tmp_path)))
+        await front.load_lora_adapter(_sgl.LoadLoRAAdapterReqInput(lora_name="routed", lora_path=str(tmp_path)))
         for refused in (await front.unload("a"), await front.reload_lora_adapter("a")):
-            assert not refused.success and "is a member of mix" in refused.error_message
-        assert not (await front.pin_lora_adapter("mix", True)).success
+            assert not refused.success and "is a member of routed" in refused.error_message
+        assert not (await front.pin_lora_adapter("routed", True)).success
         await front.load("b")
-        assert sorted(front.held.values()) == ["/a", "/b"], "the mix left memory, its member did not"
-        await front.unload("mix")
+        assert sorted(front.held.values()) == ["/a", "/b"], "the routed adapter left memory, its member did not"
+        await front.unload("routed")
         assert (await front.unload("a")).success
 
     run(scenario())

@@ -22,12 +22,12 @@ def log(noise: float, count: int = 2000, stalls: float = 0.0) -> list[dict[str, 
     rng, rows, before = random.Random(1), [], None
     for _ in range(count):
         prefill = rng.random() < 0.3
-        folded = rng.choice([before, before, before, None, "a", "b"])
+        merged = rng.choice([before, before, before, None, "a", "b"])
         names = rng.sample([None, "a", "b", "c", "d"], rng.randint(1, 5))
         groups = {name: rng.randint(1, 900 if prefill else 9) for name in names}
         context = 0.0 if prefill else rng.uniform(100, 800) * sum(groups.values())
-        seconds = (COSTS.prefill if prefill else COSTS.decode).seconds(groups, context, folded)
-        seconds += COSTS.switch_seconds(before, folded)
+        seconds = (COSTS.prefill if prefill else COSTS.decode).seconds(groups, context, merged)
+        seconds += COSTS.switch_seconds(before, merged)
         seconds *= rng.gauss(1.0, noise) * (20 if rng.random() < stalls else 1)
         named = {name or "": tokens for name, tokens in groups.items()}
         rows.append(
@@ -36,11 +36,11 @@ def log(noise: float, count: int = 2000, stalls: float = 0.0) -> list[dict[str, 
                 "groups": named,
                 "context": context,
                 "before": before,
-                "folded": folded,
+                "merged": merged,
                 "seconds": seconds,
             }
         )
-        before = folded
+        before = merged
     return rows
 
 
@@ -60,9 +60,9 @@ def test_exact_costs_are_found_again() -> None:
 def test_noise_and_stalls_move_the_costs_little() -> None:
     found = fit(log(noise=0.03, stalls=0.02), COSTS, "test")
     for phase, groups in (("decode", {"a": 8, "b": 8, None: 8}), ("prefill", {"a": 500, "c": 900})):
-        for folded in (None, "a"):
-            want = getattr(COSTS, phase).seconds(groups, 0, folded)
-            assert getattr(found.table, phase).seconds(groups, 0, folded) == pytest.approx(want, rel=0.05)
+        for merged in (None, "a"):
+            want = getattr(COSTS, phase).seconds(groups, 0, merged)
+            assert getattr(found.table, phase).seconds(groups, 0, merged) == pytest.approx(want, rel=0.05)
     assert 0.01 < found.error["decode"] < 0.05
     assert found.kept["decode"][0] < found.kept["decode"][1], "the stalls are left out"
 

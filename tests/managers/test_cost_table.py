@@ -23,15 +23,15 @@ HALF = {None: 16, **{f"a{i}": 2 for i in range(8)}}
 
 
 @pytest.mark.parametrize(
-    ("folded", "expected"),
+    ("merged", "expected"),
     [
         (None, 1 + 10 * 2 + 100 * 3),  # a and b: two slots, three pairs
         ("a", 1 + 10 * 2 + 100 * (2 * 2 + 3) + 1000 * 2),  # b twice per row, base once, slots of b and a, two undo
     ],
 )
-def test_lora_seconds_count_slots_pairs_and_undone(folded: str | None, expected: float) -> None:
+def test_lora_seconds_count_slots_pairs_and_undone(merged: str | None, expected: float) -> None:
     costs = PhaseCosts(0, 0, lora_fixed=1, lora_per_slot=10, lora_per_pair=100, lora_per_undo=1000)
-    assert costs.lora_seconds({"a": 1, "b": 2, None: 3}, folded) == expected
+    assert costs.lora_seconds({"a": 1, "b": 2, None: 3}, merged) == expected
 
 
 def test_a_merged_batch_pays_for_no_adapter() -> None:

@@ -36,7 +36,7 @@ def test_seconds_run_from_the_result_before_or_from_the_launch(tmp_path: Path) -
     assert costs == COSTS
     assert [row["seconds"] for row in rows] == pytest.approx([2.0, 3.0, 0.25])
     assert rows[0]["groups"] == {"a": 3, "": 1}
-    assert (rows[0]["before"], rows[0]["folded"], rows[0]["mode"]) == (None, "a", "mixture")
+    assert (rows[0]["before"], rows[0]["merged"], rows[0]["mode"]) == (None, "a", "mixture")
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

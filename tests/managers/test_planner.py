@@ -104,7 +104,7 @@ def test_iterations_advance_the_clock_by_the_table() -> None:
     planner.next([request], [])
     planner.ran(planner.settle([("x", "m")]), [("m", 100)], prefill=True)
     assert planner.clock == pytest.approx(COSTS.merge + COSTS.prefill.seconds({"m": 100}, 5000, "m"))
-    assert (planner.switches, planner.folded) == (1, "m")
+    assert (planner.switches, planner.merged) == (1, "m")
     before = planner.clock
     request.output_ids.append(0)
     planner.next([], [request])

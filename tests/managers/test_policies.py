@@ -63,9 +63,9 @@ def test_algorithm_1_merges_for_a_group_over_half_of_the_batch() -> None:
     assert plan.requests == ("r0", "r1", "r2", "r3", "r4")
 
 
-def test_algorithm_1_mixes_when_at_most_half_starve() -> None:
+def test_algorithm_1_routed_adapters_when_at_most_half_starve() -> None:
     rows = [*queue(("m", 5), progress=10.0), running("x", 5, progress=1.0), running("y", 6, progress=10.0)]
-    plan = decide("vlora", QueueState(10.0, [], rows, folded="m", max_batch=8, can_park=True))
+    plan = decide("vlora", QueueState(10.0, [], rows, merged="m", max_batch=8, can_park=True))
     assert (plan.mode, plan.merged_adapter) == (InferenceMode.MIXTURE, "m")
     assert plan.requests == ("r5", "r0", "r1", "r2", "r3", "r4"), "the starving first; y does not starve and waits"
 
@@ -75,14 +75,14 @@ def test_algorithm_1_unmerges_without_a_majority_or_when_many_starve(
     groups: tuple[tuple[str, int], ...], starve: bool
 ) -> None:
     rows = queue(*groups, progress=0.0)
-    plan = decide("vlora", QueueState(10.0 if starve else 0.0, [], rows, folded="m", max_batch=8, can_park=True))
+    plan = decide("vlora", QueueState(10.0 if starve else 0.0, [], rows, merged="m", max_batch=8, can_park=True))
     assert plan.mode is InferenceMode.UNMERGED
     assert len(plan.requests) == 8
 
 
 def test_credit_counts_waiting_execution_and_switch() -> None:
     policy = make_policy("vlora", COSTS, LIMITS)
-    state = QueueState(3.0, [], [], folded="m")
+    state = QueueState(3.0, [], [], merged="m")
     row = running("x", 0, progress=1.0)
     step = COSTS.decode.seconds({"x": 1}, 300, "m")
     assert policy.credit(row, state) == pytest.approx(2.0 + step + COSTS.merge)
@@ -102,10 +102,10 @@ def test_merged_keeps_to_the_oldest_request() -> None:
 def test_dlora_unmerges_for_the_starving() -> None:
     rows = queue(("m", 6), ("x", 2))
     assert decide("dlora", QueueState(0.0, [], rows, can_park=True)).mode is InferenceMode.MERGED
-    assert decide("dlora", QueueState(9.0, [], rows, folded="m", can_park=True)).mode is InferenceMode.UNMERGED
+    assert decide("dlora", QueueState(9.0, [], rows, merged="m", can_park=True)).mode is InferenceMode.UNMERGED
 
 
-def test_cost_folds_only_when_it_pays_for_the_switch() -> None:
+def test_cost_merges_only_when_it_pays_for_the_switch() -> None:
     lone = QueueState(0.0, [], [running("m", 0)])
     policy = make_policy("cost", COSTS, LIMITS)
     assert policy.plan(lone).merged_adapter is None, "sixteen steps of saving do not pay a switch"
@@ -138,14 +138,14 @@ def test_cost_serves_the_deadline_first_and_keeps_batch_work_out_of_the_reserve(
 
 def test_cost_lets_in_a_starving_adapter_that_has_nothing_running() -> None:
     late = [waiting("m", i, arrived=0.0, progress=0.0) for i in range(20, 30)] + [waiting("cold", 40)]
-    state = QueueState(1.5, late, queue(("m", 7), progress=1.5), folded="m", max_batch=8)
+    state = QueueState(1.5, late, queue(("m", 7), progress=1.5), merged="m", max_batch=8)
     assert decide("cost", state).requests[-1] == "r40"
 
 
 def test_cost_parks_only_when_the_others_are_few() -> None:
-    few = QueueState(1.0, [], queue(("m", 31), ("x", 1), progress=1.0), folded="m", can_park=True)
+    few = QueueState(1.0, [], queue(("m", 31), ("x", 1), progress=1.0), merged="m", can_park=True)
     assert decide("cost", few).mode is InferenceMode.MERGED
-    many = QueueState(1.0, [], queue(("m", 20), ("x", 12), progress=1.0), folded="m", can_park=True)
+    many = QueueState(1.0, [], queue(("m", 20), ("x", 12), progress=1.0), merged="m", can_park=True)
     assert decide("cost", many).mode is InferenceMode.MIXTURE
 
 
@@ -163,7 +163,7 @@ def states(draw: st.DrawFn) -> QueueState:
     max_batch = draw(st.integers(1, 8))
     max_adapters = draw(st.integers(1, 4))
     can_park = draw(st.booleans())
-    can_fold = draw(st.booleans())
+    can_merge = draw(st.booleans())
     clock = draw(st.floats(0, 20))
     size = draw(st.integers(0, max_batch))
     rows: list[RequestState] = []
@@ -184,9 +184,9 @@ def states(draw: st.DrawFn) -> QueueState:
         )
         for i in range(draw(st.integers(0, 10)))
     ]
-    folded = draw(ADAPTERS) if can_fold else None
+    merged = draw(ADAPTERS) if can_merge else None
     memory = draw(st.dictionaries(ADAPTERS, st.floats(0, 1)))
-    return QueueState(clock, late, rows, folded, max_batch, max_adapters, can_park, can_fold, memory=memory)
+    return QueueState(clock, late, rows, merged, max_batch, max_adapters, can_park, can_merge, memory=memory)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -213,6 +213,6 @@ def test_nothing_is_lost(name: str, state: QueueState) -> None:
         finished += plan.requests
         state.running = [r for r in state.running if r.rid not in plan.requests]
         state.waiting = [r for r in state.waiting if r.rid not in plan.requests]
-        state.folded = plan.merged_adapter
+        state.merged = plan.merged_adapter
         state.clock += 0.01
     assert sorted(finished) == sorted(everyone)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.mem_cache.test_radix_cache import ADAPTERS, PAD, SLOTS, Request, World, ids
 from vlora_sgl import _sgl
-from vlora_sgl.mem_cache.prefix_sharing import WRITES_FIRST, JointPrefill, can_join
+from vlora_sgl.mem_cache.prefix_sharing import WRITES_FIRST, PrefixSharing, can_share
 from vlora_sgl.mem_cache.radix_cache import AdapterContent, ImageSpan
 
 AFTER_IMAGE = (AdapterContent("c", "after_image"), AdapterContent("d", "after_image"), None)
@@ -24,7 +24,7 @@ class Batch(World):
 
     def __init__(self) -> None:
         super().__init__(page_size=1)
-        self.joint = JointPrefill(self.cache)
+        self.sharing = PrefixSharing(self.cache)
         self.reqs: list[Any] = []
 
     def take(self, request: Request, end: int | None = None, cap: int | None = None) -> Any:
@@ -61,8 +61,10 @@ class Batch(World):
                 continue
             row = self.pool.req_to_token[req.req_pool_idx]
             row[:start] = req.prefix_indices
-            row[start : req.filled] = self.pool.alloc(request.truth(req.extra_key.fork, req.filled)[start:])
-        self.joint.fulfil(self.reqs)
+            row[start : req.filled] = self.pool.alloc(
+                request.truth(req.extra_key.invocation_start, req.filled)[start:]
+            )
+        self.sharing.fulfil(self.reqs)
         self.check()
         for req in self.reqs:
             row = self.pool.req_to_token[req.req_pool_idx]
@@ -87,7 +89,7 @@ def test_followers_take_what_the_leader_will_write() -> None:
     batch = Batch()
     leader, *followers = (about(7, ids(3, 4), adapter) for adapter in AFTER_IMAGE)
     req = batch.take(leader)
-    assert batch.joint.promise(req, 8)
+    assert batch.sharing.promise(req, 8)
     for follower in followers:
         assert len(batch.take(follower).prefix_indices) == 8
     assert batch.cache.protected_size() == 8 and batch.cache.evictable_size() == 0
@@ -99,7 +101,7 @@ def test_followers_take_what_the_leader_will_write() -> None:
 def test_a_leader_must_compute_the_whole_prefix_in_this_batch() -> None:
     batch = Batch()
     req = batch.take(about(7, ids(3, 4)), end=5)
-    assert not batch.joint.promise(req, 8)
+    assert not batch.sharing.promise(req, 8)
     assert len(batch.take(about(7, ids(3, 9))).prefix_indices) == 0
     batch.run()
     batch.end()
@@ -112,7 +114,7 @@ def test_the_last_chunk_of_a_leader_is_shared() -> None:
     batch.run()
     req.filled = req.extend_range.end = len(leader.tokens)
     batch.reqs = [req]
-    assert batch.joint.promise(req, 8)
+    assert batch.sharing.promise(req, 8)
     assert len(batch.take(about(7, ids(9))).prefix_indices) == 8
     batch.run()
     assert len(batch.pool.content) == 8 + 2 + 1
@@ -125,7 +127,7 @@ def test_what_a_leader_computes_for_itself_alone_is_not_promised() -> None:
     batch.take(Request(ids(1, 2), (), None, None))
     batch.run()
     req = batch.take(about(7, ids(3, 4)), cap=0)
-    assert not batch.joint.promise(req, 8)
+    assert not batch.sharing.promise(req, 8)
     batch.run()
     batch.end()
 
@@ -133,7 +135,7 @@ def test_what_a_leader_computes_for_itself_alone_is_not_promised() -> None:
 def test_a_promise_is_split_by_those_who_need_less_of_it() -> None:
     """A prompt that ends within the prefix, one that starts like it, and a leader of a prefix that goes on."""
     batch = Batch()
-    assert batch.joint.promise(batch.take(about(7, ids(3, 4))), 8)
+    assert batch.sharing.promise(batch.take(about(7, ids(3, 4))), 8)
     assert len(batch.take(about(7, ids()), cap=7).prefix_indices) == 7
     assert len(batch.take(Request(ids(1, 2, 3), (), None, None)).prefix_indices) == 2
     first, second = ImageSpan(2, 8, ("full hash", 7)), ImageSpan(9, 12, ("full hash", 5))
@@ -142,7 +144,7 @@ def test_a_promise_is_split_by_those_who_need_less_of_it() -> None:
         for last, adapter in ((5, None), (6, AFTER_IMAGE[0]))
     ]
     req = batch.take(longer[0])
-    assert len(req.prefix_indices) == 8 and batch.joint.promise(req, 12)
+    assert len(req.prefix_indices) == 8 and batch.sharing.promise(req, 12)
     assert len(batch.take(longer[1]).prefix_indices) == 12
     batch.run()
     batch.end()
@@ -178,7 +180,7 @@ def test_any_batches_keep_content_and_slots_right(batches: list[Any]) -> None:
             if key not in leaders:
                 leaders[key] = req
             if key in leaders and leaders[key].extend_range.end >= 8:
-                batch.joint.promise(leaders[key], req.extra_key.shareable)
+                batch.sharing.promise(leaders[key], req.extra_key.shareable)
         batch.run()
         for *_, after in rows:
             if after == "evict":
@@ -209,7 +211,7 @@ def test_where_a_prefill_may_read_what_it_writes(change: dict[str, Any], joins: 
     )
     world = World(found["page_size"])
     world.pool.page_size = found["page_size"]
-    assert can_join(runner, world.cache) == joins
+    assert can_share(runner, world.cache) == joins
 
 
 def test_sglangs_triton_backend_writes_before_it_reads() -> None:

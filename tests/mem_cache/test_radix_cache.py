@@ -100,12 +100,12 @@ class Request:
     req: Any = None
     contents: list[Any] = field(default_factory=list)
 
-    def truth(self, fork: int, upto: int) -> list[Any]:
+    def truth(self, invocation_start: int, upto: int) -> list[Any]:
         """What each position's KV is a function of: everything before it, and who computed each of those."""
         image_at = {t: span.content for span in self.images for t in range(span.start, span.end)}
         chain, out = (self.salt,), []
         for t in range(upto):
-            who = self.adapter.digest if self.adapter is not None and t >= fork else None
+            who = self.adapter.digest if self.adapter is not None and t >= invocation_start else None
             chain = (hash(chain), who, image_at.get(t, self.tokens[t]))
             out.append(chain)
         return out
@@ -172,7 +172,7 @@ class World:
 
     def admit(self, request: Request, chunk: int) -> None:
         identity = self.cache.identify(request.tokens, request.salt, request.adapter, request.images)
-        truth = request.truth(identity.fork, len(request.tokens))
+        truth = request.truth(identity.invocation_start, len(request.tokens))
         limit = len(truth) - 1
         expected = self.longest_known(truth[:limit])
         found = self.cache.match_prefix(
@@ -207,7 +207,7 @@ class World:
         total = req.origin_input_ids + req.output_ids
         end = min(len(total), req.filled + count)
         request.tokens = total
-        truth = request.truth(req.extra_key.fork, end)
+        truth = request.truth(req.extra_key.invocation_start, end)
         self.pool.req_to_token[req.req_pool_idx, req.filled : end] = self.pool.alloc(truth[req.filled :])
         req.filled = end
         self.cache.cache_unfinished_req(req)
@@ -222,7 +222,7 @@ class World:
     def check(self) -> None:
         for request in self.running:
             row = self.pool.req_to_token[request.req.req_pool_idx, : request.req.filled].tolist()
-            truth = request.truth(request.req.extra_key.fork, request.req.filled)
+            truth = request.truth(request.req.extra_key.invocation_start, request.req.filled)
             assert [self.pool.content[slot] for slot in row] == truth
         tree = self.tree_slots()
         assert len(tree) == len(set(tree)) == self.cache.evictable_size() + self.cache.protected_size()
@@ -315,11 +315,11 @@ def test_activated_adapters_share_the_image_and_nothing_after() -> None:
 
 def test_activation_sequence_is_its_last_occurrence() -> None:
     adapter = AdapterContent("e", (1, 2))
-    assert adapter.fork(ids(1, 2, 0, 1, 2, 9), ()) == 3
-    assert adapter.fork(ids(2, 1), ()) == NEVER
+    assert adapter.invocation_start(ids(1, 2, 0, 1, 2, 9), ()) == 3
+    assert adapter.invocation_start(ids(2, 1), ()) == NEVER
     # Bytes of two numbers may hold the needle across their border; only whole numbers count.
-    assert AdapterContent("e", (1 << 8,)).fork(ids(1 << 8, (1 << 16) + (1 << 40)), ()) == 0
-    assert AdapterContent("c", "after_image").fork(ids(1, 2), ()) == 0
+    assert AdapterContent("e", (1 << 8,)).invocation_start(ids(1 << 8, (1 << 16) + (1 << 40)), ()) == 0
+    assert AdapterContent("c", "after_image").invocation_start(ids(1, 2), ()) == 0
 
 
 def test_a_retracted_request_may_generate_other_tokens() -> None:
@@ -370,7 +370,9 @@ def test_placeless_images_split_at_the_root() -> None:
 def test_numbers_are_never_given_twice() -> None:
     number = Numbering(0, 5, capacity=2)
     assert [number(c) for c in "aba"] == [0, 1, 0]
-    assert number("c") == 2 and number("b") == 3 and len(number) == 2  # b was forgotten: a miss, not a mix-up
+    assert (
+        number("c") == 2 and number("b") == 3 and len(number) == 2
+    )  # b was forgotten: a miss, not a routed adapter-up
     number("d")
     with pytest.raises(OverflowError, match="restart"):
         number("e")

@@ -107,17 +107,17 @@ class Joint:
 
 
 @pytest.mark.parametrize(
-    ("promises", "mixes", "admitted"),
+    ("promises", "routed", "admitted"),
     [(True, (), [True, True, True]), (False, (), [True, False, False]), (True, ("a",), [True, False, True])],
-    ids=["joined", "no-promise", "a-mix-waits"],
+    ids=["joined", "no-promise", "routed-waits"],
 )
-def test_who_shares_a_prefix_joins_its_leader_or_waits(promises, mixes, admitted):
+def test_who_shares_a_prefix_joins_its_leader_or_waits(promises, routed, admitted):
     made = Scheduler.__new__(Scheduler)
     tree = Tree()
-    manager = SimpleNamespace(has_mix=lambda adapters: bool(set(mixes) & set(adapters)))
+    manager = SimpleNamespace(has_routed=lambda adapters: bool(set(routed) & set(adapters)))
     made.__dict__.update(
         tree_cache=tree,
-        joint=Joint(tree, promises),
+        sharing=Joint(tree, promises),
         lora_manager=manager,
         _computing={},
     )
@@ -125,7 +125,7 @@ def test_who_shares_a_prefix_joins_its_leader_or_waits(promises, mixes, admitted
     for req, adapter in zip(reqs, (None, "a", "b"), strict=True):
         req.lora_id = adapter
     assert [made._can_schedule_lora_req(req, set()) for req in reqs] == admitted
-    assert all(asked == (reqs[0], IMAGE[1]) for asked in made.joint.leaders)
+    assert all(asked == (reqs[0], IMAGE[1]) for asked in made.sharing.leaders)
     assert made._can_schedule_lora_req(request(image=(4, 4 + WORTH_WAITING, 8)), set()), "another image"
 
 
@@ -133,7 +133,7 @@ def test_the_encoder_is_started_for_the_first_of_a_batch_and_once(monkeypatch):
     started = []
     monkeypatch.setattr(PrefixReuse, "_encode_ahead", lambda self, req: started.append(req))
     made = Scheduler.__new__(Scheduler)
-    made.__dict__.update(tree_cache=Tree(), joint=None, _computing={})
+    made.__dict__.update(tree_cache=Tree(), sharing=None, _computing={})
     refused, second, third = (request(image=(4, 4 + WORTH_WAITING, 8 + n)) for n in range(3))
     for admitted in ([refused, second], [refused], [third, refused]):  # the first comes again: there was no memory
         made._first = True
@@ -146,7 +146,7 @@ def idle_scheduler(**busy):
     made = Scheduler.__new__(Scheduler)
     made.__dict__.update(
         tree_cache=Tree(),
-        joint=None,
+        sharing=None,
         _computing={},
         running_batch=SimpleNamespace(is_empty=lambda: True),
         last_batch=None,
@@ -244,7 +244,7 @@ def test_what_was_encoded_on_arrival_is_a_miss_of_the_batch_that_asks_for_it(mon
     assert found([later]) == ([(1, 0)], 1, 2) and cache.state()["encoded_ahead"] == 1
 
 
-def test_without_a_joint_prefill_the_others_wait():
+def test_without_a_shared_prefix_the_others_wait():
     made = Scheduler.__new__(Scheduler)
-    made.__dict__.update(tree_cache=Tree(), joint=None, _computing={})
+    made.__dict__.update(tree_cache=Tree(), sharing=None, _computing={})
     assert [made._can_schedule_lora_req(request(), set()) for _ in range(2)] == [True, False]

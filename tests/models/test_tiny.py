@@ -18,7 +18,7 @@ from vlora_sgl.generate.datasets import SPLITS, read_jsonl, write_jsonl
 from vlora_sgl.generate.trainer import Prepared, exact_match
 from vlora_sgl.heads import load_heads, read_description
 from vlora_sgl.models import tiny
-from vlora_sgl.routed.spec import read_mix
+from vlora_sgl.routed.spec import read_routed
 
 CPU = torch.device("cpu")
 FIVE = ("colour", "shape", "count", "position", "digit")
@@ -135,13 +135,15 @@ def test_shipped_set_is_small_and_complete():
     assert sum(f.stat().st_size for f in files if f.suffix == ".safetensors") <= 24e6
     assert tiny.adapters().keys() == domains.ADAPTERS.keys()
     for name, directory in tiny.adapters().items():
-        domain, activation = domains.ADAPTERS[name]
+        domain, invocation = domains.ADAPTERS[name]
         description = read_description(directory)
-        assert (description.activation, description.prompt) == (activation, domains.QUESTIONS[domain])
+        assert (description.invocation, description.prompt) == (invocation, domains.QUESTIONS[domain])
         assert load_heads(directory, 256).keys() == {head["name"] for head in domains.HEADS[domain]}
     config = json.loads((tiny.path() / "config.json").read_text())
-    mix = read_mix(tiny.mix(), "mix", config["text_config"]["hidden_size"], config["text_config"]["vocab_size"])
-    assert set(mix.members) == {name for name, (_, activation) in domains.ADAPTERS.items() if activation is None}
+    routed = read_routed(
+        tiny.routed(), "routed", config["text_config"]["hidden_size"], config["text_config"]["vocab_size"]
+    )
+    assert set(routed.members) == {name for name, (_, invocation) in domains.ADAPTERS.items() if invocation is None}
 
 
 def test_the_log_says_heads_are_as_good_as_decoding_and_adapters_lift_their_domain():
@@ -155,10 +157,10 @@ def test_the_log_says_heads_are_as_good_as_decoding_and_adapters_lift_their_doma
             assert head["kind"] == "detect" or head["value"] >= row["adapter"], (name, row)
 
 
-def test_the_log_says_the_mix_is_as_good_as_the_best_single_adapter():
+def test_the_log_says_the_routed_adapter_is_as_good_as_the_best_single_adapter():
     """Within two points, all members in use; bench_tiny measures the same as served."""
-    report = json.loads((tiny.path().parent / LOG).read_text())["mix"]
-    assert report["mix_minus_oracle_points"] >= -2, report
+    report = json.loads((tiny.path().parent / LOG).read_text())["routed"]
+    assert report["routed_minus_oracle_points"] >= -2, report
     assert min(report["usage"].values()) > 0.02, report["usage"]
 
 

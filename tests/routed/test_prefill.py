@@ -14,8 +14,8 @@ from tests.support.interpreter import kernels, passed_interpreted, starter
 from vlora_sgl.kernels.atmm import Group, Routing, make_routing
 from vlora_sgl.kernels.atmm.row_routing import grouped_tables, slot_word
 from vlora_sgl.routed.regroup import Routed, device_tiles, put
-from vlora_sgl.routed.router_tables import MixRows, MixTables
-from vlora_sgl.routed.spec import MixSpec
+from vlora_sgl.routed.router_tables import RoutedRows, RouterTables
+from vlora_sgl.routed.spec import RoutedSpec
 from vlora_sgl.routed.token_router import UNIT, Router, prefix_totals, quantised, top_weights
 
 VOCABULARY, BLOCK = 50, 64
@@ -43,8 +43,8 @@ def make_router(hidden: int, members: int, context: str) -> Router:
     return router.requires_grad_(False).to(DEVICE)
 
 
-def make_tables(specs: list[MixSpec], hidden: int, rows: int) -> MixTables:
-    tables = MixTables(len(specs) + 1, hidden, VOCABULARY, 0, DEVICE)
+def make_tables(specs: list[RoutedSpec], hidden: int, rows: int) -> RouterTables:
+    tables = RouterTables(len(specs) + 1, hidden, VOCABULARY, 0, DEVICE)
     slots = torch.randperm(8 * 2 * rows).int() + 1
     tables.bind(slots.view(8, 2 * rows).to(DEVICE), 8 * 2 * rows + 1)
     tables.totals.random_(-30 * UNIT, 30 * UNIT)
@@ -54,8 +54,8 @@ def make_tables(specs: list[MixSpec], hidden: int, rows: int) -> MixTables:
 
 
 def make_part(
-    index: int, rows: int, n: int, sequences: int, tables: MixTables, rng: np.random.Generator
-) -> tuple[MixRows, torch.Tensor]:
+    index: int, rows: int, n: int, sequences: int, tables: RouterTables, rng: np.random.Generator
+) -> tuple[RoutedRows, torch.Tensor]:
     """n of a batch's rows in some sequences, each with tokens before the batch or without; every row's KV slot."""
     starts = np.concatenate([[0], np.sort(rng.integers(0, n + 1, sequences - 1)), [n]])
     length = np.diff(starts)
@@ -66,7 +66,7 @@ def make_part(
     out = np.zeros(rows, dtype=np.int64)
     out[numbers] = tables.req_to_token.cpu().numpy()[request, prefix + place - first]
     columns = [numbers, rng.integers(0, 3, n), first, request, prefix]
-    return MixRows(index, *put(columns, DEVICE)), torch.from_numpy(out).to(DEVICE)
+    return RoutedRows(index, *put(columns, DEVICE)), torch.from_numpy(out).to(DEVICE)
 
 
 @kernels
@@ -96,9 +96,11 @@ def test_kernel_weights_equal_torch(
     torch.manual_seed(n + members)
     rng = np.random.default_rng(n)
     names = tuple(map(str, range(members)))
-    table = MixSpec(names, ranges=((0, 20, 0), (10, 30, members - 1), (40, 50, 1)), modalities={"image": 1})
-    spec = table if context == "table" else MixSpec(names, router=make_router(hidden, members, context), top_k=top_k)
-    specs = [MixSpec(("x", "y"), router=make_router(hidden, 2, "token")), spec]  # the second: its place is not zero
+    table = RoutedSpec(names, ranges=((0, 20, 0), (10, 30, members - 1), (40, 50, 1)), modalities={"image": 1})
+    spec = (
+        table if context == "table" else RoutedSpec(names, router=make_router(hidden, members, context), top_k=top_k)
+    )
+    specs = [RoutedSpec(("x", "y"), router=make_router(hidden, 2, "token")), spec]  # the second: its place is not zero
     rows = n + 7
     tables = make_tables(specs, hidden, rows)
     part, out = make_part(1, rows, n, sequences, tables, rng)
@@ -148,12 +150,12 @@ def test_kernel_weights_equal_torch(
 @kernels
 def test_a_rows_weights_are_the_same_in_any_batch() -> None:
     torch.manual_seed(0)
-    spec = MixSpec(("a", "b", "c"), router=make_router(200, 3, "token"), top_k=2)
+    spec = RoutedSpec(("a", "b", "c"), router=make_router(200, 3, "token"), top_k=2)
     tables = make_tables([spec], 200, 90)
     x, ids = torch.randn(90, 200, device=DEVICE), torch.zeros(90, dtype=torch.int64, device=DEVICE)
 
     def weights(rows: torch.Tensor) -> torch.Tensor:
-        part = MixRows(0, rows, rows, rows, rows, rows)
+        part = RoutedRows(0, rows, rows, rows, rows, rows)
         return tables.route_prefill(part, x, ids, ids)
 
     whole = weights(torch.arange(90, device=DEVICE))
@@ -226,8 +228,8 @@ def test_kernel_tiles_equal_a_loop(sizes: list[tuple[int, int, int, int]], other
     parts = []
     for n, members, top_k, always in sizes:
         chosen = rng.permutation(slots)[: members + always].tolist()
-        folded = tuple((slot, -1.0) for slot in chosen[members:])
-        parts.append(routed(n, [numbers.pop() for _ in range(n)], chosen[:members], top_k, folded, 0.2))
+        merged = tuple((slot, -1.0) for slot in chosen[members:])
+        parts.append(routed(n, [numbers.pop() for _ in range(n)], chosen[:members], top_k, merged, 0.2))
     every = [(np.arange(count, dtype=np.int32), ((0, 0.0),))]
     routing = make_routing(every, count, ranks, scalings, DEVICE, places=places, dense=False)
     tiles = device_tiles(routing, parts, others)

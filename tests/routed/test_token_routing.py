@@ -14,8 +14,8 @@ from vlora_sgl.errors import AdapterError
 from vlora_sgl.kernels.atmm import make_routing
 from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_torch
 from vlora_sgl.routed.regroup import Routed, add_gates, device_tiles, host_groups, others
-from vlora_sgl.routed.router_tables import MixRows, MixTables
-from vlora_sgl.routed.spec import MixSpec, read_mix, write_mix
+from vlora_sgl.routed.router_tables import RoutedRows, RouterTables
+from vlora_sgl.routed.spec import RoutedSpec, read_routed, write_routed
 from vlora_sgl.routed.token_router import LIMIT, MAX_MEMBERS, UNIT, Router, prefix_totals, quantised, top_weights
 
 HIDDEN, VOCABULARY = 96, 50
@@ -58,8 +58,8 @@ def test_top_weights_take_the_best_and_break_ties_by_order() -> None:
     torch.testing.assert_close(two, torch.tensor([[0.5, 0.5, 0], [0, 0.5, 0.5], [wanted[0], wanted[1], 0]]))
 
 
-def tables_with(specs: list[MixSpec], requests: int = 8, length: int = 16) -> MixTables:
-    tables = MixTables(4, HIDDEN, VOCABULARY, 64, torch.device(DEVICE))
+def tables_with(specs: list[RoutedSpec], requests: int = 8, length: int = 16) -> RouterTables:
+    tables = RouterTables(4, HIDDEN, VOCABULARY, 64, torch.device(DEVICE))
     slots = torch.randperm(requests * length, generator=torch.Generator().manual_seed(1)).int() + 1
     tables.bind(slots.view(requests, length).to(DEVICE), requests * length + 1)
     for spec in specs:
@@ -68,13 +68,13 @@ def tables_with(specs: list[MixSpec], requests: int = 8, length: int = 16) -> Mi
 
 
 SPECS = [
-    MixSpec(("a", "b", "c"), router=make_router(3, 1)),
-    MixSpec(("a", "b"), ranges=((0, 20, 0), (30, 40, 1)), modalities={"image": 1}),
-    MixSpec(("a", "b", "c", "d"), router=make_router(4, 2, "token"), top_k=2),
+    RoutedSpec(("a", "b", "c"), router=make_router(3, 1)),
+    RoutedSpec(("a", "b"), ranges=((0, 20, 0), (30, 40, 1)), modalities={"image": 1}),
+    RoutedSpec(("a", "b", "c", "d"), router=make_router(4, 2, "token"), top_k=2),
 ]
 
 
-def spec_weights(spec: MixSpec, x: torch.Tensor, ids: list[int], kinds: list[int]) -> list[list[float]]:
+def spec_weights(spec: RoutedSpec, x: torch.Tensor, ids: list[int], kinds: list[int]) -> list[list[float]]:
     """The weights of one sequence's tokens by a loop in float64, from the definition."""
     found = []
     total = np.zeros(len(spec.members))
@@ -114,7 +114,7 @@ def test_weights_of_two_sequences_in_chunks_equal_the_definition(index: int) -> 
         where = [0 if i == 0 else cut[0][1] - cut[0][0] for i, _, _ in rows]
         requests = torch.tensor([3 + i for i, _, _ in rows])
         out = torch.stack([tables.req_to_token[r, t] for r, (_, t, _) in zip(requests, rows, strict=True)])
-        part = MixRows(
+        part = RoutedRows(
             index,
             torch.arange(len(rows), device=DEVICE),
             torch.tensor([kinds[i][t] for i, t, _ in rows], device=DEVICE),
@@ -133,10 +133,10 @@ def test_weights_of_two_sequences_in_chunks_equal_the_definition(index: int) -> 
 
 @kernels
 def test_kernel_equals_torch() -> None:
-    """Six decode steps of eight rows (three mixes and none), by the kernel and by ``weights_of``."""
+    """Six decode steps of eight rows (three routed adapters and none), by the kernel and by ``weights_of``."""
     kernel, plain = tables_with(SPECS), tables_with(SPECS)
     generator = torch.Generator().manual_seed(3)
-    mixes = [0, -1, 2, 0, 1, 2, -1, 1]
+    routed = [0, -1, 2, 0, 1, 2, -1, 1]
     members = {0: [(2, 2.0), (5, 0.5), (1, 1.0)], 1: [(4, 1.5), (3, 1.0)], 2: [(1, 1.0), (2, 1.0), (3, 3.0), (0, 1.0)]}
     requests = torch.arange(8, device=DEVICE)
     for step in range(6):
@@ -145,13 +145,13 @@ def test_kernel_equals_torch() -> None:
         seq_lens = torch.full((8,), step + 1, device=DEVICE)
         out = kernel.req_to_token[requests, step].long()
         gates = torch.full((8, 6), 0.25, device=DEVICE)
-        kernel.refresh(mixes, members)
+        kernel.refresh(routed, members)
         kernel.route_decode(gates, x, ids, requests, seq_lens, out)
         wanted = torch.full((8, 6), 0.25)
         for index in range(3):
-            rows = torch.tensor([r for r, m in enumerate(mixes) if m == index], device=DEVICE)
+            rows = torch.tensor([r for r, m in enumerate(routed) if m == index], device=DEVICE)
             place = torch.arange(len(rows), device=DEVICE)
-            part = MixRows(index, rows, torch.zeros_like(rows), place, requests[rows], torch.full_like(rows, step))
+            part = RoutedRows(index, rows, torch.zeros_like(rows), place, requests[rows], torch.full_like(rows, step))
             weights = plain.weights_of(part, x, ids, out).cpu()
             for row, weight in zip(rows.tolist(), weights, strict=True):
                 for k, (slot, scaling) in enumerate(members[index]):
@@ -159,7 +159,7 @@ def test_kernel_equals_torch() -> None:
         # A vote may round differently by one unit in 4096, from another order of summation.
         torch.testing.assert_close(gates.cpu(), wanted, atol=2e-3, rtol=1e-3)
         assert (kernel.totals - plain.totals).abs().max() <= step + 1
-    assert len(set(mixes)) == 4
+    assert len(set(routed)) == 4
 
 
 @starter
@@ -179,15 +179,15 @@ def test_routed_rows_join_the_others(rows: int, top_k: int) -> None:
     for slot, rank in enumerate(ranks):
         a[slot, rank:], b[slot, :, rank:] = 0, 0
     x, y = torch.randn(rows, k_dim), torch.randn(rows, n)
-    owner = rng.integers(0, 4, rows)  # 0: base, 1: slot 5, 2: a mix of 1, 2, 4, 3: another of 0, 3
-    mixes = {2: ([1, 2, 4], ((5, -1.0),)), 3: ([0, 3], ((5, -1.0),))}
+    owner = rng.integers(0, 4, rows)  # 0: base, 1: slot 5, 2: a routed adapter of 1, 2, 4, 3: another of 0, 3
+    routed = {2: ([1, 2, 4], ((5, -1.0),)), 3: ([0, 3], ((5, -1.0),))}
     groups = [
         (np.flatnonzero(owner == 0).astype(np.int32), ()),
         (np.flatnonzero(owner == 1).astype(np.int32), ((5, 1.0),)),
     ]
     exact = list(groups)
     parts = []
-    for who, (members, always) in mixes.items():
+    for who, (members, always) in routed.items():
         numbers = np.flatnonzero(owner == who).astype(np.int32)
         votes = torch.from_numpy(rng.normal(size=(len(numbers), len(members))) * UNIT).long()
         weights = top_weights(votes, torch.ones(len(numbers)), top_k)
@@ -238,15 +238,15 @@ def test_routed_rows_join_the_others(rows: int, top_k: int) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_a_written_mix_reads_back(tmp_path: Path) -> None:
+def test_a_written_routed_adapter_reads_back(tmp_path: Path) -> None:
     router = make_router(2, 5)
-    write_mix(tmp_path, ["a", "b"], router, top_k=2)
-    spec = read_mix(tmp_path, "m", HIDDEN, VOCABULARY)
+    write_routed(tmp_path, ["a", "b"], router, top_k=2)
+    spec = read_routed(tmp_path, "m", HIDDEN, VOCABULARY)
     assert spec.members == ("a", "b") and spec.top_k == 2 and spec.router is not None
     x = torch.randn(5, HIDDEN)
     assert torch.equal(spec.router(x), router(x))
-    write_mix(tmp_path, ["a", "b"], make_router(2, 6), top_k=2)
-    assert read_mix(tmp_path, "m", HIDDEN, VOCABULARY).canonical() != spec.canonical()
+    write_routed(tmp_path, ["a", "b"], make_router(2, 6), top_k=2)
+    assert read_routed(tmp_path, "m", HIDDEN, VOCABULARY).canonical() != spec.canonical()
 
 
 REFUSED = {
@@ -267,17 +267,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_broken_mixes_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_broken_routed_adapters_are_refused_by_name(name: str, tmp_path: Path) -> None:
     data, word = REFUSED[name]
-    (tmp_path / "vlora_mix.json").write_text(json.dumps(data))
+    (tmp_path / "vlora_routed.json").write_text(json.dumps(data))
     with pytest.raises(AdapterError, match=word):
-        read_mix(tmp_path, "m", HIDDEN, VOCABULARY)
+        read_routed(tmp_path, "m", HIDDEN, VOCABULARY)
 
 
-def test_compositional_mix_is_one_mix_per_adapter(tmp_path: Path) -> None:
+def test_compositional_routed_adapter_is_one_routed_adapter_per_adapter(tmp_path: Path) -> None:
     table = {"acme": {"text": "at", "image": "ai"}, "globex": {"text": "g", "image": "g"}}
     data = {"format": 1, "router": "compositional", "adapters": table}
-    (tmp_path / "vlora_mix.json").write_text(json.dumps(data))
-    acme = read_mix(tmp_path, "shop/acme", HIDDEN, VOCABULARY)
+    (tmp_path / "vlora_routed.json").write_text(json.dumps(data))
+    acme = read_routed(tmp_path, "shop/acme", HIDDEN, VOCABULARY)
     assert acme.members == ("at", "ai") and acme.modalities == {"text": 0, "image": 1}
-    assert read_mix(tmp_path, "globex", HIDDEN, VOCABULARY).members == ("g",)
+    assert read_routed(tmp_path, "globex", HIDDEN, VOCABULARY).members == ("g",)

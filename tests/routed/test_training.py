@@ -10,10 +10,10 @@ import torch
 
 from tools.tiny import domains
 from vlora_sgl.generate.datasets import read_jsonl, write_jsonl
-from vlora_sgl.generate.token_router import RouterSettings, balance_loss, make_mix
+from vlora_sgl.generate.token_router import RouterSettings, balance_loss, make_routed
 from vlora_sgl.models import tiny
-from vlora_sgl.routed.peft import TokenMix
-from vlora_sgl.routed.spec import MixSpec, read_mix
+from vlora_sgl.routed.peft import RoutedModel
+from vlora_sgl.routed.spec import RoutedSpec, read_routed
 from vlora_sgl.routed.token_router import Router
 
 
@@ -28,12 +28,12 @@ def test_balance_loss_is_one_for_even_use_and_more_for_uneven() -> None:
 def test_straight_weights_are_the_served_ones_with_the_slope_of_the_soft_ones(context: str, top_k: int) -> None:
     torch.manual_seed(0)
     router, x, slope = Router(16, 3, context), torch.randn(2, 5, 16), torch.randn(2, 5, 3)
-    mix = TokenMix(None, MixSpec(("a", "b", "c"), router=router, top_k=top_k))
+    routed = RoutedModel(None, RoutedSpec(("a", "b", "c"), router=router, top_k=top_k))
 
     def weights(temperature: float | None, straight: bool = False) -> torch.Tensor:
-        mix.temperature, mix.straight = temperature, straight
-        mix._route(None, (x,), {})
-        return mix.weights
+        routed.temperature, routed.straight = temperature, straight
+        routed._route(None, (x,), {})
+        return routed.weights
 
     def gradient(weights: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad((weights * slope).sum(), router.w1)[0]
@@ -46,7 +46,7 @@ def test_straight_weights_are_the_served_ones_with_the_slope_of_the_soft_ones(co
     assert bool((gradient(weights(0.5)) != 0).any())
 
 
-def test_a_learned_mix_answers_like_the_best_adapter_of_each_domain(tmp_path: Path) -> None:
+def test_a_learned_routed_adapter_answers_like_the_best_adapter_of_each_domain(tmp_path: Path) -> None:
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
     processor = AutoProcessor.from_pretrained(tiny.path())
@@ -59,13 +59,13 @@ def test_a_learned_mix_answers_like_the_best_adapter_of_each_domain(tmp_path: Pa
             write_jsonl(tmp_path / name / f"{split}.jsonl", part[:: len(part) // count][:count])
             data[split][name] = read_jsonl(tmp_path / name / f"{split}.jsonl")
     settings = RouterSettings(steps=30, batch_size=8, learning_rate=1e-2)
-    report = make_mix(model, processor, adapters, data["train"], data["test"], tmp_path / "mix", settings)
+    report = make_routed(model, processor, adapters, data["train"], data["test"], tmp_path / "routed", settings)
     for name in adapters:
         other = next(one for one in adapters if one != name)
         assert report["oracle"][name] >= 0.75 and report["members"][other][name] <= 0.2, report
-        assert report["mix"][name] >= report["oracle"][name] - 0.1, report
+        assert report["routed"][name] >= report["oracle"][name] - 0.1, report
     assert all(share > 0.1 for share in report["usage"].values()), report
     assert 0 < report["entropy"] <= math.log(2) and report["adjusted_rand"] > 0.8, report
     config = model.config.text_config
-    spec = read_mix(tmp_path / "mix", "m", config.hidden_size, config.vocab_size)
+    spec = read_routed(tmp_path / "routed", "m", config.hidden_size, config.vocab_size)
     assert spec.members == ("photos", "surfaces") and spec.router is not None

@@ -50,7 +50,7 @@ class Step:
         rows: requests in it.
         tokens: tokens it computed.
         seconds: from the end of the step before it to its end; 0 for the first.
-        plan: request ids, mode and folded adapter, as planned; empty for stock SGLang.
+        plan: request ids, mode and merged adapter, as planned; empty for stock SGLang.
     """
 
     kind: str

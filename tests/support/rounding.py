@@ -1,6 +1,6 @@
 """How far rounding alone may move a log-probability: first-order error analysis by autograd, no fitted tolerance.
 
-Take a model that rounds every value it stores with unit roundoff u: each weight w once when an adapter is folded in,
+Take a model that rounds every value it stores with unit roundoff u: each weight w once when an adapter is merged in,
 each activation y when it is written. Errors are |e| <= u |w| or u |y|, independent and of mean zero, and move a
 log-probability l by the sum of dl/dw e_w + dl/dy e_y. Hoeffding: with V = u^2 sum((dl/dw w)^2 + (dl/dy y)^2), that sum
 exceeds 6 sqrt(V) with probability 2 exp(-18), 3e-8.
@@ -34,10 +34,10 @@ def logprob_bounds(
     """How far two runs that round as ``dtype`` may differ in the log-probability of each answer token.
 
     Args:
-        model: transformers model in float32, with the adapter folded in if there is one.
+        model: transformers model in float32, with the adapter merged in if there is one.
         prompt, answer: token ids.
         dtype: the engine's type.
-        activations: whether activations round too; else only the folded weights do, in one of the runs.
+        activations: whether activations round too; else only the merged weights do, in one of the runs.
     """
     seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
 

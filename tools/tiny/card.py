@@ -77,33 +77,33 @@ def render(log: dict[str, Any], other: dict[str, Any] | None = None) -> str:
     for name, row in sorted(log.get("adapters", {}).items()):
         heads = "; ".join(f"{head}: {one['metric']} {one['value']:.3f}" for head, one in row["heads"].items())
         again = f"{other['adapters'][name]['adapter']:.3f}" if other and name in other.get("adapters", {}) else "-"
-        starts, made = row["activation"] or "first token", row.get("steps", settings["adapter_steps"])
+        starts, made = row["invocation"] or "first token", row.get("steps", settings["adapter_steps"])
         lines.append(
             f"| {name} | {starts} | {row['base']:.3f} | {row['adapter']:.3f} | {again} | {heads} "
             f"| {row['examples']['test']} | {row['examples']['train']} | {made} |"
         )
-    if "mix" in log:
-        lines += _mix(log["mix"])
+    if "routed" in log:
+        lines += _routed_section(log["routed"])
     return "\n".join([*lines, LIMITS])
 
 
-def _mix(report: dict[str, Any]) -> list[str]:
-    """The section on the learned mix; ``report`` is what ``generation.router.make_mix`` returns."""
+def _routed_section(report: dict[str, Any]) -> list[str]:
+    """The section on the learned routed adapter; ``report`` is what ``generation.router.make_routed`` returns."""
     return [
         "",
-        "## A learned mix of them, on the same test images",
+        "## A learned routed adapter of them, on the same test images",
         "",
-        f"`mix/` routes every token to one of {len(report['usage'])} adapters ({report['settings']['steps']} steps; "
-        f"it was never told the domains). The oracle is the best single adapter; the mix is "
-        f"{report['mix_minus_oracle_points']:+.2f} points from it on average, and its choice where the answer starts "
+        f"`routed/` gives every token one of {len(report['usage'])} adapters ({report['settings']['steps']} steps, "
+        f"it was never told the domains). The oracle is the best single adapter; the routed adapter is "
+        f"{report['routed_minus_oracle_points']:+.2f} points from it on average; its choice where the answer starts "
         f"agrees with the domain by an adjusted Rand index of {report['adjusted_rand']:.3f}.",
         "",
-        "| domain | base | mix | oracle | share of all tokens of its adapter |",
+        "| domain | base | routed | oracle | share of all tokens of its adapter |",
         "|---|---|---|---|---|",
         *(
-            f"| {d} | {report['base'][d]:.3f} | {report['mix'][d]:.3f} | {report['oracle'][d]:.3f} "
+            f"| {d} | {report['base'][d]:.3f} | {report['routed'][d]:.3f} | {report['oracle'][d]:.3f} "
             f"| {report['usage'][d]:.3f} |"
-            for d in report["mix"]
+            for d in report["routed"]
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""``python -m tools.tiny.train``: makes the embedded model, its adapters and their mix from nothing.
+"""``python -m tools.tiny.train``: makes the embedded model, its adapters and a routed one of them from nothing.
 
 A fixed number of steps is split over three stages: the vision tower alone with an auxiliary head that says what lies
 in each image cell; then tower and language model together; then the same without the head while the learning rate
@@ -41,7 +41,7 @@ from vlora_sgl.models import tiny
 
 TOWER_SHARE, JOINT_SHARE = 0.12, 0.74  # of the steps; the rest is the last stage
 AUXILIARY_WEIGHT = 0.5
-STEPS, ADAPTER_STEPS, MIX_STEPS = 4750, 450, 300
+STEPS, ADAPTER_STEPS, ROUTER_STEPS = 4750, 450, 300
 RANK = 8  # 0.5 MB each; rank 16 answers no better
 PEAK_RATE, WARM_UP_SHARE = 1e-3, 0.04
 
@@ -294,7 +294,7 @@ def train_adapter(
     made = read_description(out / name).metrics.get("training steps", ADAPTER_STEPS)
     report: dict[str, Any] = {
         "domain": domain,
-        "activation": activate,
+        "invocation": activate,
         "steps": made,
         "base": before,
         "adapter": float(np.mean(exact_match(adapter, processor, splits["test"]))),
@@ -340,19 +340,19 @@ def train_adapters(
         return {name: job.result() for name, job in jobs.items()}
 
 
-def train_mix(
+def train_routed(
     model_directory: Path, adapters: Path, data: Path, out: Path, device: torch.device, steps: int, seed: int
 ) -> dict[str, Any]:
     """Train a router over the adapters that start at the first token, without telling it the domains.
 
     Returns:
-        what ``generation.router.make_mix`` reports, on the test splits; the mix is in ``out``.
+        what ``generation.router.make_routed`` reports, on the test splits; the routed adapter is in ``out``.
     """
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-    from vlora_sgl.generate.token_router import RouterSettings, make_mix
+    from vlora_sgl.generate.token_router import RouterSettings, make_routed
 
-    members = {name: domain for name, (domain, activation) in domains.ADAPTERS.items() if activation is None}
+    members = {name: domain for name, (domain, invocation) in domains.ADAPTERS.items() if invocation is None}
     processor = AutoProcessor.from_pretrained(model_directory)
     model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_directory, dtype=torch.float32)
     train, test = (
@@ -360,7 +360,7 @@ def train_mix(
         for split in ("train", "test")
     )
     paths = {name: adapters / name for name in members}
-    return make_mix(model.to(device), processor, paths, train, test, out, RouterSettings(steps=steps, seed=seed))
+    return make_routed(model.to(device), processor, paths, train, test, out, RouterSettings(steps=steps, seed=seed))
 
 
 def main() -> None:
@@ -376,14 +376,14 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, default=8 if torch.cuda.is_available() else 1, help="for the adapters"
     )
-    parser.add_argument("--mix-steps", type=int, default=MIX_STEPS, help="of the router, of 16 examples")
+    parser.add_argument("--router-steps", type=int, default=ROUTER_STEPS, help="of the router, of 16 examples")
     parser.add_argument("--test-scenes", type=int, default=2000)
     parser.add_argument("--small", action="store_true", help="a model of a third of the size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, default=Path("tiny-domains"), help="where the real domains are written")
     parser.add_argument("--adapters", nargs="*", choices=tuple(domains.ADAPTERS), default=list(domains.ADAPTERS))
     parser.add_argument("--resume", action="store_true", help="measure adapters that are there, train the others")
-    parser.add_argument("--stage", choices=("all", "pretrain", "adapters", "mix"), default="all")
+    parser.add_argument("--stage", choices=("all", "pretrain", "adapters", "routed"), default="all")
     args = parser.parse_args()
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -421,13 +421,19 @@ def main() -> None:
         log.setdefault("settings", {})["adapter_steps"] = args.adapter_steps
         log.setdefault("minutes", {})["adapters"] = round((time.monotonic() - started) / 60, 2)
         log_file.write_text(json.dumps(log, indent=1))
-    if args.stage in ("all", "mix"):
+    if args.stage in ("all", "routed"):
         started = time.monotonic()
         _prepare_missing(args.data, domains.ADAPTERS)
-        log["mix"] = train_mix(
-            args.out / "model", args.out / "adapters", args.data, args.out / "mix", device, args.mix_steps, args.seed
+        log["routed"] = train_routed(
+            args.out / "model",
+            args.out / "adapters",
+            args.data,
+            args.out / "routed",
+            device,
+            args.router_steps,
+            args.seed,
         )
-        log.setdefault("minutes", {})["mix"] = round((time.monotonic() - started) / 60, 2)
+        log.setdefault("minutes", {})["routed"] = round((time.monotonic() - started) / 60, 2)
         log_file.write_text(json.dumps(log, indent=1))
 
 

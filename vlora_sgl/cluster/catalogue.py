@@ -104,9 +104,9 @@ class Catalogue:
 
 
 def members_of(path: str, name: str) -> tuple[str, ...]:
-    """Adapters that must be loaded before this one: a mix's members. None of what is no well-formed mix: the replica
+    """A routed adapter's members, which must be loaded before it. None of what is not well-formed: the replica
     says what is wrong with it."""
-    if not (Path(path) / "vlora_mix.json").is_file():
+    if not (Path(path) / "vlora_routed.json").is_file():
         return ()
     from vlora_sgl.routed.spec import member_names  # imports torch, which the router needs for nothing else
 

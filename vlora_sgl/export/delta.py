@@ -1,4 +1,4 @@
-"""Delta adapters: what an adapter becomes once another one is folded into the base (seed scheme, equations 2-5)."""
+"""Delta adapters: what an adapter becomes once another one is merged into the base (seed scheme, equations 2-5)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writes a base model with one adapter folded in: same files, same headers, only the targeted rows differ.
+"""Writes a base model with one adapter merged in: same files, same headers, only the targeted rows differ.
 
 A shard is copied as it is and its targeted weights are rewritten in place, a block of rows at a time, so memory does
-not grow with the shard: a 70B model folds on a small machine. The sum is computed in float32 and rounded once.
+not grow with the shard: a 70B model merges on a small machine. The sum is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def shards_of(model_dir: Path) -> list[Path]:
     if quantisation:
         raise ConfigError(
             f"{model_dir}: quantised with {quantisation.get('quant_method', quantisation)!r}; an adapter cannot be "
-            "folded into quantised weights, give the unquantised base"
+            "merged into quantised weights, give the unquantised base"
         )
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
@@ -99,32 +99,32 @@ def targets_in(
             row += layout.shapes[part][0] if part in layout.shapes else 0
 
 
-def fold_shard(source: Path, target: Path, modules: Mapping[str, LoraPair], layout: BaseLayout) -> set[str]:
+def merge_shard(source: Path, target: Path, modules: Mapping[str, LoraPair], layout: BaseLayout) -> set[str]:
     """Writes ``source`` to ``target`` with the updates of ``modules`` added; ``target`` appears only when complete.
 
     Returns:
-        The modules that were folded.
+        The modules that were merged.
 
     Raises:
         ConfigError: a targeted weight is not a plain float matrix of the update's shape, or the sum is not finite.
     """
     partial = target.with_name(target.name + ".part")
     shutil.copyfile(source, partial)
-    folded = set()
+    merged = set()
     with partial.open("r+b") as file:
         for tensor, first, pair, part in targets_in(stored_tensors(source), modules, layout):
-            _fold_rows(file, tensor, first, pair)
-            folded.add(part)
+            _merge_rows(file, tensor, first, pair)
+            merged.add(part)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(target)
-    return folded
+    return merged
 
 
-def _fold_rows(file: BinaryIO, tensor: StoredTensor, first: int, pair: LoraPair) -> None:
+def _merge_rows(file: BinaryIO, tensor: StoredTensor, first: int, pair: LoraPair) -> None:
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise ConfigError(f"{tensor.name}: stored as {tensor.dtype}; only {', '.join(DTYPES)} weights can be folded")
+        raise ConfigError(f"{tensor.name}: stored as {tensor.dtype}; only {', '.join(DTYPES)} weights can be merged")
     rows, inner = pair.b.shape[0], pair.a.shape[1]
     if len(tensor.shape) != 2 or tensor.shape[1] != inner or first + rows > tensor.shape[0]:
         raise ConfigError(f"{tensor.name}: is {list(tensor.shape)}, the update is [{rows}, {inner}]")
@@ -138,6 +138,6 @@ def _fold_rows(file: BinaryIO, tensor: StoredTensor, first: int, pair: LoraPair)
         block = torch.frombuffer(bytearray(file.read(n * row_bytes)), dtype=dtype).view(n, inner)
         total = torch.addmm(block.float(), b[row : row + n], a, alpha=pair.scale).to(dtype)
         if not bool(torch.isfinite(total).all()):
-            raise ConfigError(f"{tensor.name}: the folded weight is not finite in {tensor.dtype}")
+            raise ConfigError(f"{tensor.name}: the merged weight is not finite in {tensor.dtype}")
         file.seek(offset)
         file.write(total.view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""Bakes a hot adapter into its base model, for any engine: ``python -m vlora_sgl.export``.
+"""Merges a hot adapter into its base model, for any engine: ``python -m vlora_sgl.export``.
 
 ::
 
@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 from vlora_sgl.errors import ConfigError, VLoraError
 from vlora_sgl.export.delta import compress, delta_modules, write_adapter
-from vlora_sgl.export.merge import fold_shard, shards_of, stored_tensors, targets_in
+from vlora_sgl.export.merge import merge_shard, shards_of, stored_tensors, targets_in
 from vlora_sgl.export.trace import rank_choices, read_trace
-from vlora_sgl.export.verify import verify_bake
+from vlora_sgl.export.verify import verify_export
 from vlora_sgl.heads.store import read_description
 from vlora_sgl.lora.checkpoint import AdapterWeights, LoraPair, read_adapter
 from vlora_sgl.lora.exported import BASE_DELTA, FORMAT, MANIFEST, UNFINISHED
@@ -37,12 +37,12 @@ _HEAD_FILES = ("vlora_adapter.json", "vlora_heads.safetensors")
 
 
 @dataclass(frozen=True)
-class BakePlan:
-    """One bake.
+class ExportPlan:
+    """One export.
 
     Attributes:
         model: directory of the base model.
-        hot: name of the adapter to fold.
+        hot: name of the adapter to merge.
         adapters: name -> directory, the hot one among them.
         out: where to write.
         compress: rank to compress delta adapters to, ``None`` for the exact sum of ranks.
@@ -60,7 +60,7 @@ class BakePlan:
 
 
 @dataclass
-class BakeReport:
+class ExportReport:
     """What was written: the rank of each adapter, the relative error of each compression (all modules together, and
     the worst module), and the verified error (1.0 is the bound)."""
 
@@ -69,27 +69,27 @@ class BakeReport:
     verified: float = 0.0
 
 
-def bake(plan: BakePlan, progress: bool = True) -> BakeReport:
+def export(plan: ExportPlan, progress: bool = True) -> ExportReport:
     """Carries out ``plan``. Holds the hot adapter and one other at a time in memory.
 
     Raises:
-        ConfigError: the base cannot be folded into (quantised, not in safetensors), an adapter's activation point does
+        ConfigError: the base cannot be merged into (quantised, not in safetensors), an adapter's invocation start does
             not survive it, or ``out`` holds something else.
         AdapterError: an adapter cannot be read.
-        BakeMismatchError: what was written does not compute what PEFT does on the original.
+        ExportMismatchError: what was written does not compute what PEFT does on the original.
     """
     shards = shards_of(plan.model)
     layout = BaseLayout.from_directory(plan.model)
     hot = read_adapter(plan.adapters[plan.hot], layout)
-    _check_foldable(plan, hot, shards, layout)
+    _check_mergeable(plan, hot, shards, layout)
     for name, path in plan.adapters.items():
-        _check_activation(name, path)
-        read_adapter(path, layout)  # a cold one that cannot be read should not cost a fold first
+        _check_invocation(name, path)
+        read_adapter(path, layout)  # a cold one that cannot be read should not cost a merge first
     _begin(plan, hot)
-    _fold(plan, shards, hot, layout, progress)
+    _merge(plan, shards, hot, layout, progress)
     _copy_side_files(plan.model, plan.out)
-    report = BakeReport()
-    report.verified = verify_bake(plan.model, plan.out, layout, hot.modules, {}, plan.samples)
+    report = ExportReport()
+    report.verified = verify_export(plan.model, plan.out, layout, hot.modules, {}, plan.samples)
     for name in (*(n for n in plan.adapters if n != plan.hot), BASE_DELTA):
         cold = read_adapter(plan.adapters[name], layout) if name in plan.adapters else None
         _write_delta(plan, name, cold, hot, layout, report)
@@ -101,7 +101,12 @@ def bake(plan: BakePlan, progress: bool = True) -> BakeReport:
 
 
 def _write_delta(
-    plan: BakePlan, name: str, cold: AdapterWeights | None, hot: AdapterWeights, layout: BaseLayout, report: BakeReport
+    plan: ExportPlan,
+    name: str,
+    cold: AdapterWeights | None,
+    hot: AdapterWeights,
+    layout: BaseLayout,
+    report: ExportReport,
 ) -> None:
     """Writes what an adapter (``None``: the original base) becomes on the fused base, reads it back and checks it."""
     own: Mapping[str, LoraPair] = {} if cold is None else cold.modules
@@ -120,11 +125,11 @@ def _write_delta(
         task_type=None if cold is None else cold.config.raw.get("task_type"),
     )
     written = read_adapter(directory, layout).modules
-    error = verify_bake(plan.model, plan.out, layout, own, written, plan.samples, dropped, name)
+    error = verify_export(plan.model, plan.out, layout, own, written, plan.samples, dropped, name)
     report.verified = max(report.verified, error)
 
 
-def _write_identity(plan: BakePlan, hot: AdapterWeights, layout: BaseLayout) -> int:
+def _write_identity(plan: ExportPlan, hot: AdapterWeights, layout: BaseLayout) -> int:
     """Writes an adapter of the hot one's name that changes nothing, to ask any engine for, and to carry the heads."""
     name, pair = next(iter(hot.modules.items()))
     zero = LoraPair(torch.zeros_like(pair.a[:1]), torch.zeros_like(pair.b[:, :1]), 1.0)
@@ -134,17 +139,17 @@ def _write_identity(plan: BakePlan, hot: AdapterWeights, layout: BaseLayout) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; 0 if the bake was written and verified."""
+    """Runs the command line; 0 if the export was written and verified."""
     parser = argparse.ArgumentParser(prog="python -m vlora_sgl.export", description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="directory of the base model (safetensors)")
-    parser.add_argument("--hot", help="adapter to fold: a directory or NAME=DIR; without it --trace chooses")
+    parser.add_argument("--hot", help="adapter to merge: a directory or NAME=DIR; without it --trace chooses")
     parser.add_argument("--cold", nargs="*", default=[], help="the other adapters: directories or NAME=DIR")
     parser.add_argument("--out", type=Path, required=True, help="where to write the fused base and adapters/")
     parser.add_argument("--compress", type=int, metavar="RANK", help="compress delta adapters to this rank (SVD)")
     parser.add_argument(
         "--exact-ranks", action="store_true", help="one rank per module (rank_pattern), no zero padding"
     )
-    parser.add_argument("--trace", type=Path, help="JSONL of requests, to see or choose what to fold")
+    parser.add_argument("--trace", type=Path, help="JSONL of requests, to see or choose what to merge")
     parser.add_argument("--samples", type=int, default=16, help="weights to verify at the end")
     args = parser.parse_args(argv)
     try:
@@ -155,15 +160,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.trace:
             hot = _choose(args.trace, adapters, hot)
         if hot is None:
-            raise ConfigError("nothing to fold: give --hot, or a --trace in which folding an adapter pays")
-        plan = BakePlan(args.model, hot, adapters, args.out, args.compress, args.exact_ranks, args.samples)
-        report = bake(plan)
+            raise ConfigError("nothing to merge: give --hot, or a --trace in which merging an adapter pays")
+        plan = ExportPlan(args.model, hot, adapters, args.out, args.compress, args.exact_ranks, args.samples)
+        report = export(plan)
     except VLoraError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1
-    print(f"{args.out}: {hot} folded; verified against PEFT to {report.verified:.2f} of the rounding bound")
+    print(f"{args.out}: {hot} merged; verified against PEFT to {report.verified:.2f} of the rounding bound")
     for name, rank in report.ranks.items():
-        note = " (changes nothing: the folded adapter's name and heads)" if name == hot else ""
+        note = " (changes nothing: the merged adapter's name and heads)" if name == hot else ""
         if name in report.errors:
             note = ", relative error {:.2e}, worst module {:.2e}".format(*report.errors[name])
         print(f"  adapters/{name}: rank {rank}{note}")
@@ -180,30 +185,30 @@ def _choose(trace: Path, adapters: Mapping[str, Path], hot: str | None) -> str |
     choices = rank_choices(read_trace(trace), ranks)
     print("expected extra cost per token over the base linears:")
     for choice in choices:
-        print(f"  fold {choice.hot or 'nothing':20} {choice.cost:7.4f}   ({choice.share:.0%} of tokens)")
+        print(f"  merge {choice.hot or 'nothing':20} {choice.cost:7.4f}   ({choice.share:.0%} of tokens)")
     return hot or choices[0].hot
 
 
-def _check_foldable(plan: BakePlan, hot: AdapterWeights, shards: list[Path], layout: BaseLayout) -> None:
+def _check_mergeable(plan: ExportPlan, hot: AdapterWeights, shards: list[Path], layout: BaseLayout) -> None:
     for name in EMBEDDING_MODULES:
         if name in hot.modules:
-            raise ConfigError(f"{plan.hot} adapts {name}, which may be tied and is not folded; serve it as cold")
+            raise ConfigError(f"{plan.hot} adapts {name}, which may be tied and is not merged; serve it as cold")
     found = {part for s in shards for _, _, _, part in targets_in(stored_tensors(s), hot.modules, layout)}
     missing = sorted(set(hot.modules) - found)
     if missing:
         raise ConfigError(f"{plan.model}: no weight for {missing[0]} ({len(missing)} modules of {plan.hot} in all)")
 
 
-def _check_activation(name: str, path: Path) -> None:
-    activation = read_description(path).activation
-    if activation is not None:
+def _check_invocation(name: str, path: Path) -> None:
+    invocation = read_description(path).invocation
+    if invocation is not None:
         raise ConfigError(
-            f"{name} activates at {activation!r}: the tokens before that run on the base model, which a fused base is "
-            "not; serve it unbaked"
+            f"{name} activates at {invocation!r}: the tokens before that run on the base model, which a fused base is "
+            "not; serve it unmerged"
         )
 
 
-def _state(plan: BakePlan, hot: AdapterWeights) -> dict[str, Any]:
+def _state(plan: ExportPlan, hot: AdapterWeights) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "model": str(plan.model.resolve()),
@@ -211,14 +216,14 @@ def _state(plan: BakePlan, hot: AdapterWeights) -> dict[str, Any]:
     }
 
 
-def _begin(plan: BakePlan, hot: AdapterWeights) -> None:
-    """Claims ``out``, or recognises an earlier run of the same fold to go on from."""
+def _begin(plan: ExportPlan, hot: AdapterWeights) -> None:
+    """Claims ``out``, or recognises an earlier run of the same merge to go on from."""
     state, path = _state(plan, hot), plan.out / UNFINISHED
     if plan.out.resolve() == plan.model.resolve():
         raise ConfigError("--out must not be the base model's own directory")
     if path.is_file():
         if json.loads(path.read_text()) != state:
-            raise ConfigError(f"{plan.out} holds another unfinished bake; remove it or choose another --out")
+            raise ConfigError(f"{plan.out} holds another unfinished export; remove it or choose another --out")
         return
     if plan.out.is_dir() and any(plan.out.iterdir()):
         raise ConfigError(f"{plan.out} is not empty")
@@ -226,13 +231,13 @@ def _begin(plan: BakePlan, hot: AdapterWeights) -> None:
     path.write_text(json.dumps(state, indent=2))
 
 
-def _fold(plan: BakePlan, shards: list[Path], hot: AdapterWeights, layout: BaseLayout, progress: bool) -> None:
+def _merge(plan: ExportPlan, shards: list[Path], hot: AdapterWeights, layout: BaseLayout, progress: bool) -> None:
     total = sum(shard.stat().st_size for shard in shards)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=f"folding {plan.hot}", disable=not progress) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc=f"merging {plan.hot}", disable=not progress) as bar:
         for shard in shards:
             target = plan.out / shard.name
             if not target.is_file():
-                fold_shard(shard, target, hot.modules, layout)
+                merge_shard(shard, target, hot.modules, layout)
             bar.update(shard.stat().st_size)
 
 
@@ -249,7 +254,7 @@ def _copy_heads(adapter: Path, target: Path) -> None:
             shutil.copyfile(adapter / name, target / name)
 
 
-def _finish(plan: BakePlan, hot: AdapterWeights, report: BakeReport) -> None:
+def _finish(plan: ExportPlan, hot: AdapterWeights, report: ExportReport) -> None:
     manifest = {
         **_state(plan, hot),
         "adapters": {name: f"adapters/{name}" for name in report.ranks},

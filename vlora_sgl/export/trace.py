@@ -1,4 +1,4 @@
-"""Which adapter to fold: the expected cost of each choice on a trace of requests."""
+"""Which adapter to merge: the expected cost of each choice on a trace of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PER_RANK = 0.0032
 
 @dataclass(frozen=True)
 class Choice:
-    """The expected extra cost per token, relative to the base linears, if ``hot`` is folded (``None``: nothing is)."""
+    """The expected extra cost per token, relative to the base linears, if ``hot`` is merged (``None``: nothing is)."""
 
     hot: str | None
     cost: float
@@ -52,7 +52,7 @@ def read_trace(path: Path) -> Counter[str | None]:
 
 
 def rank_choices(tokens: Mapping[str | None, int], ranks: Mapping[str, int]) -> list[Choice]:
-    """Every choice, the cheapest first: a folded adapter is free, and its rank is added to everyone else's.
+    """Every choice, the cheapest first: a merged adapter is free, and its rank is added to everyone else's.
 
     Raises:
         ConfigError: the trace names an adapter that ``ranks`` lacks.

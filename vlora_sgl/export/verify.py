@@ -1,4 +1,4 @@
-"""Checks a bake against PEFT: sampled modules, random inputs, float64."""
+"""Checks a export against PEFT: sampled modules, random inputs, float64."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MAX_ROWS_OF_WEIGHT = 1024
 _SIGMAS = 8
 
 
-class BakeMismatchError(VLoraError):
-    """A baked module does not compute what PEFT does on the original weights."""
+class ExportMismatchError(VLoraError):
+    """A exported module does not compute what PEFT does on the original weights."""
 
 
-def verify_bake(
+def verify_export(
     base: Path,
     out: Path,
     layout: BaseLayout,
@@ -34,7 +34,7 @@ def verify_bake(
     delta: Mapping[str, LoraPair],
     samples: int,
     dropped: Mapping[str, float] | None = None,
-    adapter: str = "the folded adapter",
+    adapter: str = "the merged adapter",
 ) -> float:
     """The largest error found between an adapter on the original base and what it became, over its bound.
 
@@ -50,7 +50,7 @@ def verify_bake(
         adapter: its name, for the message.
 
     Raises:
-        BakeMismatchError: a sampled module's output is off by more than the bound.
+        ExportMismatchError: a sampled module's output is off by more than the bound.
     """
     everything = {**own, **delta}
     places = [
@@ -69,14 +69,14 @@ def verify_bake(
         eps = torch.finfo(DTYPES[tensor.dtype]).eps
         bound = _SIGMAS * eps / 12**0.5 * (x.square() @ torch.maximum(fused.abs(), original.abs()).square().T).sqrt()
         bound += (dropped or {}).get(part, 0.0) * x.norm(dim=1, keepdim=True)
-        if part in own:  # the fold sums in float32
+        if part in own:  # the merge sums in float32
             bound += torch.finfo(torch.float32).eps * _apply(own[part], x, rows, torch.abs)
         if part in delta:  # the scale went into B, which was rounded
             ours = ours + _apply(delta[part], x, rows)
             bound += torch.finfo(delta[part].b.dtype).eps * _apply(delta[part], x, rows, torch.abs)
         error = float(((ours - expected).abs() / bound.clamp_min(1e-30)).max())
         if error > 1.0:
-            raise BakeMismatchError(
+            raise ExportMismatchError(
                 f"{part}, {adapter}: off by {error:.2f} times what rounding to {tensor.dtype} explains"
             )
         worst = max(worst, error)

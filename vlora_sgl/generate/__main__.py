@@ -17,10 +17,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="YAML file (docs/generation.md)")
     parser.add_argument("--check", action="store_true", help="read and check configuration and data, then stop")
     parser.add_argument(
-        "--router", type=Path, metavar="DIR", help="train no adapters, but a router over those of --members; a mix"
+        "--router",
+        type=Path,
+        metavar="DIR",
+        help="train no adapters, but a router over those of --members; a routed adapter",
     )
     parser.add_argument(
-        "--members", nargs="+", metavar="NAME=DIR", help="of the mix; by default what an earlier run of CONFIG wrote"
+        "--members",
+        nargs="+",
+        metavar="NAME=DIR",
+        help="of the routed adapter; by default what an earlier run of CONFIG wrote",
     )
     args = parser.parse_args(argv)
     from vlora_sgl.generate.processes import processes_of
@@ -56,7 +62,7 @@ def _route(config: Any, datasets: Any, members: Sequence[str] | None, out: Path)
 
     from vlora_sgl.generate.learner import base_directory
     from vlora_sgl.generate.processes import device_of
-    from vlora_sgl.generate.token_router import RouterSettings, make_mix
+    from vlora_sgl.generate.token_router import RouterSettings, make_routed
 
     pairs = [one.partition("=") for one in members or ()]
     adapters = {name: Path(directory) for name, _, directory in pairs}
@@ -66,16 +72,16 @@ def _route(config: Any, datasets: Any, members: Sequence[str] | None, out: Path)
     missing = [f"{name}={path}" for name, path in adapters.items() if not (path / "adapter_config.json").is_file()]
     if len(adapters) < 2 or missing:
         raise ConfigError(
-            f"a mix needs two adapters or more, as NAME=DIR; got {sorted(adapters)}, not found: {missing}"
+            f"a routed adapter needs two adapters or more, as NAME=DIR; got {sorted(adapters)}, not found: {missing}"
         )
     base = base_directory(config.base)
     model: Any = AutoModelForImageTextToText.from_pretrained(base)
     model.to(device_of(config))
     train, test = ({one.spec.name: one.splits[s] for one in datasets} for s in ("train", "test"))
     settings = RouterSettings(seed=config.seed)
-    report = make_mix(model, AutoProcessor.from_pretrained(base), adapters, train, test, out, settings)
-    for name in report["mix"]:
-        print(f"{name}: {report['mix'][name]:.3f} (best single adapter {report['oracle'][name]:.3f}, "
+    report = make_routed(model, AutoProcessor.from_pretrained(base), adapters, train, test, out, settings)
+    for name in report["routed"]:
+        print(f"{name}: {report['routed'][name]:.3f} (best single adapter {report['oracle'][name]:.3f}, "
               f"base {report['base'][name]:.3f})")  # fmt: skip
     print(f"used {report['usage']}, agreement with the data sets {report['adjusted_rand']:.2f}: {out}")
     return 0

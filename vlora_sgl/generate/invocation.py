@@ -1,7 +1,8 @@
-"""Adapters that start after the image: their delta is masked before the fork, in training as in serving.
+"""Adapters that start after the image: their delta is masked before the invocation start, in training as in serving.
 
 Serving runs the prompt's tokens up to the end of its last image on the base model (``managers/radix_cache.py`` places
-the fork, ``lora/forks.py`` splits the rows), so every such adapter shares the image's keys and values with the base.
+the invocation start, ``lora/invocation.py`` splits the rows), so every such adapter shares the image's keys and values
+with the base.
 """
 
 from __future__ import annotations

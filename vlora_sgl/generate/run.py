@@ -170,4 +170,4 @@ def _write_adapters(packing: Packing, learner: Learner, report: dict[str, Any], 
             for row in report["datasets"]
             if row["adapter"] == entry["name"]
         }
-        save_heads(directory, heads, said.activation, said.prompt, measured)
+        save_heads(directory, heads, said.invocation, said.prompt, measured)

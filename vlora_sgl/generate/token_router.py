@@ -1,4 +1,4 @@
-"""Trains the router of a mix over adapters that exist; base and adapters stay as they are (MoLoRA, section 4.3).
+"""Trains the router of a routed adapter; base and members stay as they are (MoLoRA, section 4.3).
 
 The data carry no domain labels: the loss is that of the answers, plus the load balancing loss of Switch Transformer
 (Fedus et al., 2022, equation 4), which keeps every member in use. At first all members are weighed, by a softmax that
@@ -23,11 +23,11 @@ from tqdm import tqdm
 
 from vlora_sgl.generate.datasets import Example
 from vlora_sgl.generate.trainer import IGNORE, Prepared, exact_match
-from vlora_sgl.routed.peft import TokenMix
-from vlora_sgl.routed.spec import MixSpec, write_mix
+from vlora_sgl.routed.peft import RoutedModel
+from vlora_sgl.routed.spec import RoutedSpec, write_routed
 from vlora_sgl.routed.token_router import Router
 
-REPORT_FILE = "vlora_mix_report.json"
+REPORT_FILE = "vlora_routed_report.json"
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ def train_router(
     members: Sequence[str],
     examples: Sequence[Example] | Prepared,
     settings: RouterSettings,
-) -> MixSpec:
+) -> RoutedSpec:
     """Train a router over ``members``, adapters loaded in ``peft_model``, on ``examples`` of any mixture of domains.
 
     Returns:
-        The mix, as it is to be served.
+        The routed adapter, as it is to be served.
 
     Raises:
         FloatingPointError: the loss became infinite or NaN.
@@ -83,18 +83,18 @@ def train_router(
     device = next(peft_model.parameters()).device
     hidden = peft_model.get_base_model().config.get_text_config().hidden_size
     router = Router(hidden, len(members), settings.context).to(device)
-    mix = TokenMix(peft_model, MixSpec(tuple(members), router=router, top_k=settings.top_k))
+    routed = RoutedModel(peft_model, RoutedSpec(tuple(members), router=router, top_k=settings.top_k))
     data = prepared(peft_model, processor, examples)
     optimizer = torch.optim.AdamW(router.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps + 1)
     rng = random.Random(settings.seed)
     order: list[int] = []
     bar = tqdm(range(settings.steps), desc="router", mininterval=5)
-    with mix.applied():
+    with routed.applied():
         for step in bar:
             softened = step / (settings.soft_share * settings.steps)
-            mix.straight = softened >= 1
-            mix.temperature = 1.0 if mix.straight else settings.sharpest**softened
+            routed.straight = softened >= 1
+            routed.temperature = 1.0 if routed.straight else settings.sharpest**softened
             if len(order) < settings.batch_size:
                 order += rng.sample(range(len(data)), len(data))
             chosen, order = order[: settings.batch_size], order[settings.batch_size :]
@@ -104,7 +104,7 @@ def train_router(
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE
             )
-            balance = balance_loss(mix.probabilities[inputs["attention_mask"].bool()])
+            balance = balance_loss(routed.probabilities[inputs["attention_mask"].bool()])
             optimizer.zero_grad()
             (loss + settings.balance * balance).backward()
             torch.nn.utils.clip_grad_norm_(router.parameters(), 1.0)
@@ -113,7 +113,7 @@ def train_router(
             bar.set_postfix(loss=f"{loss.item():.3f}", balance=f"{balance.item():.2f}", refresh=False)
     if not torch.isfinite(loss):
         raise FloatingPointError("the training loss is not finite")
-    return MixSpec(tuple(members), router=router.requires_grad_(False).eval(), top_k=settings.top_k)
+    return RoutedSpec(tuple(members), router=router.requires_grad_(False).eval(), top_k=settings.top_k)
 
 
 def prepared(peft_model: Any, processor: Any, examples: Sequence[Example] | Prepared) -> Prepared:
@@ -135,8 +135,8 @@ def balance_loss(weights: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class MixReport:
-    """How a mix does on held-out examples of known domains.
+class RoutedReport:
+    """How a routed adapter does on held-out examples of known domains.
 
     Attributes:
         accuracy: exact match by domain.
@@ -153,23 +153,23 @@ class MixReport:
 
 
 @torch.no_grad()
-def evaluate_mix(
+def evaluate_routed(
     peft_model: Any,
     processor: Any,
-    spec: MixSpec,
+    spec: RoutedSpec,
     examples: Mapping[str, Sequence[Example] | Prepared],
     batch_size: int = 64,
-) -> MixReport:
-    """Exact match per domain, and which members the mix uses. The mix is never shown the domains."""
+) -> RoutedReport:
+    """Exact match per domain, and which members the routed adapter uses; it is never shown the domains."""
     from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
-    mix = TokenMix(peft_model, spec)
+    routed = RoutedModel(peft_model, spec)
     device = next(peft_model.parameters()).device
     accuracy: dict[str, float] = {}
     used = torch.zeros(len(spec.members), dtype=torch.float64)
     domains: list[str] = []
     chosen: list[int] = []
-    with mix.applied():
+    with routed.applied():
         for domain, rows in examples.items():
             data = prepared(peft_model, processor, rows)
             hits = exact_match(peft_model, processor, data, batch_size)
@@ -179,12 +179,12 @@ def evaluate_mix(
                 inputs, _ = data.batch(indices, device)
                 with data.seen(indices):
                     peft_model(**inputs, use_cache=False)
-                used += mix.weights[inputs["attention_mask"].bool()].double().sum(0).cpu()
+                used += routed.weights[inputs["attention_mask"].bool()].double().sum(0).cpu()
                 last = torch.tensor([data.data.prompt_lengths[i] - 1 for i in indices], device=device)
-                chosen += mix.weights[torch.arange(len(indices), device=device), last].argmax(-1).tolist()
+                chosen += routed.weights[torch.arange(len(indices), device=device), last].argmax(-1).tolist()
                 domains += [domain] * len(indices)
     share = used / used.sum()
-    return MixReport(
+    return RoutedReport(
         accuracy=accuracy,
         usage={name: round(float(s), 4) for name, s in zip(spec.members, share, strict=True)},
         entropy=float(-(share * share.clamp(min=1e-12).log()).sum()),
@@ -197,7 +197,7 @@ def evaluate_mix(
 def single_accuracies(
     peft_model: Any, processor: Any, members: Iterable[str | None], examples: Mapping[str, Prepared]
 ) -> dict[str | None, dict[str, float]]:
-    """Exact match of every member alone (``None``: the base) on every domain, what a mix is compared with."""
+    """Exact match of every member alone (``None``: the base) on every domain."""
     found: dict[str | None, dict[str, float]] = {}
     for member in members:
         if member is not None:
@@ -208,7 +208,7 @@ def single_accuracies(
     return found
 
 
-def make_mix(
+def make_routed(
     model: Any,
     processor: Any,
     adapters: Mapping[str, Path],
@@ -217,7 +217,7 @@ def make_mix(
     out: Path,
     settings: RouterSettings,
 ) -> dict[str, Any]:
-    """Train a router over ``adapters``, write the mix to ``out``, and measure it.
+    """Train a router over ``adapters``, write the routed adapter to ``out``, and measure it.
 
     Args:
         model: the base model; adapters: PEFT directories by the names they will be served under.
@@ -225,8 +225,9 @@ def make_mix(
         test: examples by domain, to measure with.
 
     Returns:
-        The report, also in ``out/vlora_mix_report.json``: accuracy by domain of the mix, of the best single adapter
-        (the oracle), of every single adapter and of the base; use of the members; agreement with the domains.
+        The report, also in ``out/vlora_routed_report.json``: accuracy by domain of the routed adapter, of the best
+        single adapter (the oracle), of every single adapter and of the base; use of the members; agreement with the
+        domains.
     """
     peft_model = load_members(model, adapters)
     members = list(adapters)
@@ -234,23 +235,23 @@ def make_mix(
     drawn = [e for rows in train.values() for e in rng.sample(list(rows), min(settings.per_domain, len(rows)))]
     spec = train_router(peft_model, processor, members, drawn, settings)
     assert spec.router is not None
-    write_mix(out, members, spec.router, spec.top_k)
+    write_routed(out, members, spec.router, spec.top_k)
     rows = {domain: prepared(peft_model, processor, examples) for domain, examples in test.items()}
-    mix = evaluate_mix(peft_model, processor, spec, rows)
+    routed = evaluate_routed(peft_model, processor, spec, rows)
     single = single_accuracies(peft_model, processor, [None, *members], rows)
     oracle = {domain: max(single[m][domain] for m in members) for domain in rows}
     report = {
         "settings": asdict(settings),
         "examples": {domain: len(examples) for domain, examples in rows.items()},
-        "mix": mix.accuracy,
+        "routed": routed.accuracy,
         "oracle": oracle,
         "base": single[None],
         "members": {m: single[m] for m in members},
-        "mix_minus_oracle_points": 100 * mean(mix.accuracy[d] - oracle[d] for d in rows),
-        "usage": mix.usage,
-        "entropy": mix.entropy,
-        "adjusted_rand": mix.adjusted_rand,
-        "mutual_information": mix.mutual_information,
+        "routed_minus_oracle_points": 100 * mean(routed.accuracy[d] - oracle[d] for d in rows),
+        "usage": routed.usage,
+        "entropy": routed.entropy,
+        "adjusted_rand": routed.adjusted_rand,
+        "mutual_information": routed.mutual_information,
     }
     (out / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report

@@ -307,16 +307,16 @@ def load_adapter(model: Any, directory: str | Path) -> Any:
     """The PEFT model of a saved adapter, in evaluation mode, which starts where its description says.
 
     Raises:
-        ConfigError: an activation that the trainer does not know.
+        ConfigError: an invocation that the trainer does not know.
     """
     from peft import PeftModel
 
     peft_model = PeftModel.from_pretrained(model, directory).eval()
-    activation = read_description(directory).activation
-    if activation == AFTER_IMAGE:
+    invocation = read_description(directory).invocation
+    if invocation == AFTER_IMAGE:
         activate_after_image(peft_model)
-    elif activation is not None:
-        raise ConfigError(f"{directory}: this trainer knows no activation {activation!r}")
+    elif invocation is not None:
+        raise ConfigError(f"{directory}: this trainer knows no invocation {invocation!r}")
     return peft_model
 
 

@@ -68,7 +68,7 @@ class HeadRequests(Base):
         end = req.vlora_head.images[-1][1]
         # The id, not the content: an adapter reloaded with the same LoRA weights may have other heads.
         digest = hashlib.blake2b(
-            repr((identity.root, identity.adapter, identity.fork, req.lora_id, head.name)).encode()
+            repr((identity.root, identity.adapter, identity.invocation_start, req.lora_id, head.name)).encode()
         )
         digest.update(identity.elements(req.origin_input_ids)[:end].tobytes())
         return digest.digest()

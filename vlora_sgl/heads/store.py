@@ -3,7 +3,7 @@
 ::
 
     {"format": 1,
-     "activation": null | "after_image" | [token ids],
+     "invocation": null | "after_image" | [token ids],
      "prompt": "Which digit is this?",
      "heads": [{"name": "digit", "kind": "classify", "labels": ["0", "1"]},
                {"name": "dots", "kind": "count", "maximum": 9},
@@ -39,7 +39,7 @@ WEIGHTS_FILE = "vlora_heads.safetensors"
 FORMAT = 1
 AFTER_IMAGE = "after_image"
 
-Activation = str | tuple[int, ...] | None
+Invocation = str | tuple[int, ...] | None
 """Where an adapter starts: ``None`` at the first token, ``"after_image"``, or at a token sequence."""
 
 KINDS: dict[str, type[VisionHead]] = {cls.kind: cls for cls in (ClassifyHead, CountHead, DetectHead)}
@@ -49,7 +49,7 @@ _SETTINGS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "detect": (frozenset({"labels"}), frozenset({"threshold", "overlap"})),
 }
 _TYPES: dict[str, Any] = {"labels": list, "maximum": int, "threshold": float, "overlap": float}
-_KEYS = frozenset({"format", "activation", "prompt", "heads", "metrics"})
+_KEYS = frozenset({"format", "invocation", "prompt", "heads", "metrics"})
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class AdapterDescription:
     """``vlora_adapter.json``, checked.
 
     Attributes:
-        activation: where the adapter starts.
+        invocation: where the adapter starts.
         prompt: the question the adapter was trained with, ``None`` if any.
         heads: settings of each head, by name.
         metrics: what its maker measured.
     """
 
-    activation: Activation = None
+    invocation: Invocation = None
     prompt: str | None = None
     heads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def read_description(directory: str | Path) -> AdapterDescription:
     """
     path = Path(directory) / DESCRIPTION_FILE
     if not path.is_file():
-        return AdapterDescription(_peft_activation(Path(directory)), heads=with_saved_head({}, directory))
+        return AdapterDescription(_peft_invocation(Path(directory)), heads=with_saved_head({}, directory))
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -106,28 +106,28 @@ def read_description(directory: str | Path) -> AdapterDescription:
     prompt, metrics = data.get("prompt"), data.get("metrics", {})
     if not isinstance(prompt, str | None) or not isinstance(metrics, dict):
         raise HeadError(f"{path}: prompt must be a string and metrics an object")
-    activation = data.get("activation")
-    activation = _peft_activation(Path(directory)) if activation is None else _activation(activation, path)
+    invocation = data.get("invocation")
+    invocation = _peft_invocation(Path(directory)) if invocation is None else _invocation(invocation, path)
     heads = with_saved_head(_head_settings(data.get("heads", []), path), directory)
-    return AdapterDescription(activation, prompt, heads, metrics)
+    return AdapterDescription(invocation, prompt, heads, metrics)
 
 
-def _activation(value: Any, where: Path) -> Activation:
+def _invocation(value: Any, where: Path) -> Invocation:
     if value == AFTER_IMAGE:
         return AFTER_IMAGE
     if isinstance(value, list) and value and all(isinstance(t, int) and not isinstance(t, bool) for t in value):
         return tuple(value)
-    raise HeadError(f"{where}: the activation must be {AFTER_IMAGE!r} or a list of token ids, got {value!r}")
+    raise HeadError(f"{where}: the invocation must be {AFTER_IMAGE!r} or a list of token ids, got {value!r}")
 
 
-def _peft_activation(directory: Path) -> Activation:
+def _peft_invocation(directory: Path) -> Invocation:
     """PEFT's own activated LoRA names its sequence in ``adapter_config.json``."""
     path = directory / "adapter_config.json"
     try:
         tokens = json.loads(path.read_text(encoding="utf-8")).get("alora_invocation_tokens")
     except (OSError, ValueError, AttributeError):
         return None  # whoever loads the weights reports what is wrong with this file
-    return None if not tokens else _activation(tokens, path)
+    return None if not tokens else _invocation(tokens, path)
 
 
 def _head_settings(value: Any, where: Path) -> dict[str, dict[str, Any]]:
@@ -216,15 +216,15 @@ def load_heads(
 def save_heads(
     directory: str | Path,
     heads: Iterable[VisionHead],
-    activation: Activation = None,
+    invocation: Invocation = None,
     prompt: str | None = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> None:
     """Write both files into an adapter's directory; what ``load_heads`` and ``read_description`` then read."""
     heads = list(heads)
     description: dict[str, Any] = {"format": FORMAT}
-    if activation is not None:
-        description["activation"] = activation if isinstance(activation, str) else list(activation)
+    if invocation is not None:
+        description["invocation"] = invocation if isinstance(invocation, str) else list(invocation)
     if prompt is not None:
         description["prompt"] = prompt
     if heads:

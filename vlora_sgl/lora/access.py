@@ -23,7 +23,7 @@ def allowed_directory(path: str, roots: Iterable[str]) -> Path:
     directory = Path(path).resolve()
     inside = not allowed or any(directory.is_relative_to(root) for root in allowed)
     if not inside:
-        raise AdapterError(f"{path!r} does not lie below an allowed adapter root (--adapter-root)")
+        raise AdapterError(f"{path!r} does not lie below an allowed adapter root (--vlora-adapter-root)")
     if not directory.is_dir():
         raise AdapterError(f"{path!r} is not a directory on this machine")
     for file in directory.iterdir():

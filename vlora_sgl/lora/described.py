@@ -40,12 +40,13 @@ class DescribedLoRAManager(VLoraManager):
 
     Attributes:
         described: by adapter id; present exactly while the adapter is loaded.
-        forks: first position that runs with the adapter, per row of the batch that runs next; the scheduler sets it.
+        invocation_starts: first position that runs with the adapter, per row of the batch that runs next; the
+            scheduler sets it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.described: dict[str, DescribedAdapter] = {}
-        self.forks: list[int] = []
+        self.invocation_starts: list[int] = []
         super().__init__(*args, **kwargs)
 
     def load_lora_weights(self, lora_ref: Any) -> None:
@@ -73,9 +74,9 @@ class DescribedLoRAManager(VLoraManager):
         self.described[lora_ref.lora_id] = DescribedAdapter(description, heads, digest, digest if sees else None)
 
     def prepare_lora_batch(self, forward_batch: Any) -> None:
-        """SGLang's, over rows split at their forks."""
-        if self.forks:
-            forward_batch = split_batch(forward_batch, self.forks)
+        """SGLang's, over rows split at their invocation starts."""
+        if self.invocation_starts:
+            forward_batch = split_batch(forward_batch, self.invocation_starts)
         super().prepare_lora_batch(forward_batch)
 
     def _unload_lora_adapter(self, lora_ref: Any) -> Any:
@@ -90,11 +91,11 @@ def content_digest(adapter: Any, description: AdapterDescription) -> str:
 
     Args:
         adapter: SGLang's ``LoRAAdapter`` with its weights on the CPU.
-        description: its description; only the activation counts, because heads leave the KV alone.
+        description: its description; only the invocation counts, because heads leave the KV alone.
     """
     digest = hashlib.blake2b(digest_size=32)
     digest.update(json.dumps([adapter.scaling, adapter.config.hf_config], sort_keys=True, default=str).encode())
-    digest.update(json.dumps(description.activation).encode())
+    digest.update(json.dumps(description.invocation).encode())
     groups = [layer.weights for layer in adapter.layers]
     groups += [adapter.embedding_layers, adapter.added_tokens_embeddings]
     for place, weights in enumerate(groups):

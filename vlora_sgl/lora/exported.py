@@ -1,4 +1,4 @@
-"""What a baked model directory says of itself, and how a server of ours keeps its adapters' names."""
+"""What an exported model directory says of itself, and how a server of ours keeps its adapters' names."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import ConfigError
 
-MANIFEST = "vlora_bake.json"
+MANIFEST = "vlora_export.json"
 FORMAT = 1
-UNFINISHED = "vlora_bake.unfinished.json"
+UNFINISHED = "vlora_export.unfinished.json"
 BASE_DELTA = "base"
 
 
 @dataclass(frozen=True)
-class BakedModel:
+class ExportedModel:
     """A fused base and the adapters that go with it.
 
     Attributes:
         directory: of the fused base.
-        hot: name of the folded adapter.
-        adapters: name -> directory: the deltas, ``base`` among them, and the folded adapter's own name and heads.
+        hot: name of the merged adapter.
+        adapters: name -> directory: the deltas, ``base`` among them, and the merged adapter's own name and heads.
     """
 
     directory: Path
@@ -34,7 +34,7 @@ class BakedModel:
     def serving(self, asked: AdapterId, head: bool = False) -> AdapterId:
         """The adapter that answers as ``asked`` did on the original base.
 
-        The folded adapter is the model itself, unless a head of its own is asked; no adapter is the delta that
+        The merged adapter is the model itself, unless a head of its own is asked; no adapter is the delta that
         gives the original base back; any other name is its delta's.
         """
         if asked is None:
@@ -46,26 +46,28 @@ class BakedModel:
         return [f"{name}={path}" for name, path in self.adapters.items()]
 
 
-def read_baked(model: str | Path) -> BakedModel | None:
-    """The baked model in a directory; ``None`` for any other model, be it a directory or a name on a hub.
+def read_exported(model: str | Path) -> ExportedModel | None:
+    """The exported model in a directory; ``None`` for any other model, be it a directory or a name on a hub.
 
     Raises:
-        ConfigError: the directory holds an unfinished bake, or the manifest is of a format we do not know.
+        ConfigError: the directory holds an unfinished export, or the manifest is of a format we do not know.
     """
     directory = Path(model)
     path = directory / MANIFEST
     if not path.is_file():
         if (directory / UNFINISHED).is_file():
-            raise ConfigError(f"{directory} is an unfinished bake; run python -m vlora_sgl.export again to finish it")
+            raise ConfigError(
+                f"{directory} is an unfinished export; run python -m vlora_sgl.export again to finish it"
+            )
         return None
     data: Any = json.loads(path.read_text())
     if data.get("format") != FORMAT:
         raise ConfigError(f"{path}: expected format {FORMAT}, got {data.get('format')!r}")
     adapters = {name: directory / place for name, place in data["adapters"].items()}
-    return BakedModel(directory, data["hot"]["name"], adapters)
+    return ExportedModel(directory, data["hot"]["name"], adapters)
 
 
 def adapter_options(model: str | Path, given: bool) -> dict[str, Any]:
-    """``ServerArgs`` that serve a baked model's adapters; nothing for other models, or where others are ``given``."""
-    baked = read_baked(model) if model and not given else None
-    return {} if baked is None else {"enable_lora": True, "lora_paths": baked.lora_paths()}
+    """``ServerArgs`` that serve an exported model's adapters; none for other models, or where some are ``given``."""
+    exported = read_exported(model) if model and not given else None
+    return {} if exported is None else {"enable_lora": True, "lora_paths": exported.lora_paths()}

@@ -19,10 +19,10 @@ from vlora_sgl import _sgl
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, row_pairs
 from vlora_sgl.errors import AdapterError, ConfigError, UnknownAdapterError
 from vlora_sgl.kernels.atmm import on_kernels
-from vlora_sgl.kernels.merge import FoldTarget, MergeTable
+from vlora_sgl.kernels.merge import MergeTable, MergeTarget
 from vlora_sgl.lora.adapter import load_adapter, pin_adapter
 from vlora_sgl.lora.layers import pair_activations, wrap_layer
-from vlora_sgl.lora.mode_switcher import FoldOperand, ModeSwitcher, pristine_copies
+from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher, base_copies
 from vlora_sgl.lora.packed import PackedPool
 from vlora_sgl.lora.pool import SizedPool, fits
 from vlora_sgl.server_args import VLoraArgs
@@ -44,7 +44,7 @@ class VLoraManager(_sgl.LoRAManager):
 
     Attributes:
         plan: the plan of the batch that runs next.
-        switcher: the mode switch, or ``None`` when nothing may or can be folded.
+        switcher: the mode switch, or ``None`` when nothing may or can be merged.
         incoming: adapters that were read but not yet taken over, by id; empty between loads.
         prefill_graphs: the runner of captured prefills, if there is one.
     """
@@ -60,25 +60,26 @@ class VLoraManager(_sgl.LoRAManager):
         self.incoming: dict[str, Any] = {}
         self._forward_stream: Any = None
         vlora = VLoraArgs.from_environment()
-        self.slot_ranks = vlora.lora_slot_ranks
+        self.slot_ranks = vlora.slot_ranks
         super().__init__(*args, **kwargs)
         if self.max_loras_per_batch < 2:
             raise ConfigError(
                 f"--max-loras-per-batch={self.max_loras_per_batch} leaves no slot for an adapter: one is the base's"
             )
-        # Forcing "unmerged" for debugging, or the baseline policy: then the pristine copy would be memory for nothing.
+        # Forcing "unmerged" for debugging, or the baseline policy: then the copy of the base weights would be memory
+        # for nothing.
         if vlora.mode != InferenceMode.UNMERGED and vlora.policy != InferenceMode.UNMERGED:
             self._init_switcher(vlora.merge_copy)
 
     @property
-    def folded(self) -> AdapterId:
-        """The adapter folded into the weights now, ``None`` while they are pristine."""
-        return None if self.switcher is None else self.switcher.folded
+    def merged(self) -> AdapterId:
+        """The adapter merged into the weights now, ``None`` while they are the base model's."""
+        return None if self.switcher is None else self.switcher.merged
 
     # The pool
 
     def init_memory_pool(self) -> None:
-        """Slots as large as the largest rank, or of the ranks that ``--lora-slot-ranks`` names.
+        """Slots as large as the largest rank, or of the ranks that ``--vlora-slot-ranks`` names.
 
         Raises:
             ConfigError: such slots do not go with another setting.
@@ -113,15 +114,15 @@ class VLoraManager(_sgl.LoRAManager):
         asked = (self.max_loras_per_batch, self.max_lora_rank)
         if asked != (len(self.slot_ranks) + 1, max(self.slot_ranks)):
             raise ConfigError(
-                f"--lora-slot-ranks {' '.join(map(str, self.slot_ranks))} means --max-loras-per-batch "
+                f"--vlora-slot-ranks {' '.join(map(str, self.slot_ranks))} means --max-loras-per-batch "
                 f"{len(self.slot_ranks) + 1} and --max-lora-rank {max(self.slot_ranks)}, got {asked[0]} and {asked[1]}"
             )
         if not self._routed:
-            raise ConfigError(f"--lora-slot-ranks needs --lora-backend {ROUTED_BACKEND}")
+            raise ConfigError(f"--vlora-slot-ranks needs --lora-backend {ROUTED_BACKEND}")
         # SGLang would load on a side stream while a step reads the slots; and clear what lies past an adapter's rank.
         if self.enable_lora_overlap_loading or _sgl.dense_lora_b:
             raise ConfigError(
-                "--lora-slot-ranks goes neither with --enable-lora-overlap-loading nor with "
+                "--vlora-slot-ranks goes neither with --enable-lora-overlap-loading nor with "
                 "SGLANG_EXPERIMENTAL_LORA_OPTI"
             )
 
@@ -145,47 +146,51 @@ class VLoraManager(_sgl.LoRAManager):
             "bytes": sum(t.untyped_storage().nbytes() for t in tensors),
         }
 
-    # What can fold
+    # What can merge
 
     def _init_switcher(self, merge_copy: str) -> None:
-        self._unfoldable: dict[str, str] = dict.fromkeys(_sgl.EMBEDDING_NAMES, "embeddings are shared with the input")
+        self._unmergeable: dict[str, str] = dict.fromkeys(_sgl.EMBEDDING_NAMES, "embeddings are shared with the input")
         modules: list[tuple[str, str, Any]] = []
         for layer in self.lora_modules:
             for name, module in layer.items():
                 group = self._group_of(name)
-                reason = self._why_not_foldable(module)
+                reason = self._why_not_mergeable(module)
                 if reason is None:
                     modules.append((group, name, module))
                 else:
-                    self._unfoldable.setdefault(group, f"{name}: {reason}")
-        modules = [entry for entry in modules if entry[0] not in self._unfoldable]
-        for group, reason in sorted(self._unfoldable.items()):
+                    self._unmergeable.setdefault(group, f"{name}: {reason}")
+        modules = [entry for entry in modules if entry[0] not in self._unmergeable]
+        for group, reason in sorted(self._unmergeable.items()):
             if group in self.target_modules:
-                logger.warning("%s is never folded into the weights (%s)", group, reason)
+                logger.warning("%s is never merged into the weights (%s)", group, reason)
         if not modules:
-            logger.warning("no module can be folded: every batch runs unmerged")
+            logger.warning("no module can be merged: every batch runs unmerged")
             return
         modules.sort(key=lambda entry: entry[0])
         weights = [module.base_layer.weight.data for _, _, module in modules]
-        copies = pristine_copies(weights, merge_copy)
+        copies = base_copies(weights, merge_copy)
         targets = []
-        for (group, name, module), weight, pristine in zip(modules, weights, copies, strict=True):
+        for (group, name, module), weight, base_weights in zip(modules, weights, copies, strict=True):
             lora_a = module.A_buffer_qkv if hasattr(module, "A_buffer_qkv") else module.A_buffer
             lora_b = module.B_buffer_qkv if hasattr(module, "B_buffer_qkv") else module.B_buffer
             bounds = module.output_offset_cpu.tolist()
             for index, (start, end) in enumerate(pairwise(bounds)):
                 rows = slice(start, end)
                 targets.append(
-                    FoldTarget(f"{name}[{index}]", group, weight[rows], pristine[rows], lora_a, lora_b[:, rows], index)
+                    MergeTarget(
+                        f"{name}[{index}]", group, weight[rows], base_weights[rows], lora_a, lora_b[:, rows], index
+                    )
                 )
         table = MergeTable(targets)
         table.warm_up(self.max_lora_rank)
         self.switcher = ModeSwitcher(table)
         size = sum(w.numel() * w.element_size() for w in weights)
-        logger.info("pristine copy of %d foldable weights: %.2f GB on %s", len(weights), size / 2**30, merge_copy)
+        logger.info(
+            "copy of the base weights of %d mergeable weights: %.2f GB on %s", len(weights), size / 2**30, merge_copy
+        )
 
     @staticmethod
-    def _why_not_foldable(module: Any) -> str | None:
+    def _why_not_mergeable(module: Any) -> str | None:
         layer: Any = getattr(module, "base_layer", None)
         weight: Any = getattr(layer, "weight", None)
         if not isinstance(module, (_sgl.ColumnParallelLinearWithLoRA, _sgl.RowParallelLinearWithLoRA)):
@@ -220,7 +225,7 @@ class VLoraManager(_sgl.LoRAManager):
         return frozenset(found)
 
     def refusal(self, adapter: str) -> str | None:
-        """Why this adapter cannot be folded into the weights, or ``None`` if it can.
+        """Why this adapter cannot be merged into the weights, or ``None`` if it can.
 
         Raises:
             UnknownAdapterError: it is not loaded.
@@ -230,7 +235,7 @@ class VLoraManager(_sgl.LoRAManager):
         if adapter not in self._refused:
             self._refused[adapter] = self._find_refusal(adapter)
             if self._refused[adapter] is not None:
-                logger.warning("adapter %s is never folded: %s", adapter, self._refused[adapter])
+                logger.warning("adapter %s is never merged: %s", adapter, self._refused[adapter])
         return self._refused[adapter]
 
     def _find_refusal(self, adapter: str) -> str | None:
@@ -239,7 +244,7 @@ class VLoraManager(_sgl.LoRAManager):
         outside = self._groups_of_adapter(adapter) - self.switcher.table.groups
         if outside:
             group = min(outside)
-            return f"it has weights for {group} ({self._unfoldable.get(group, 'not a wrapped module')})"
+            return f"it has weights for {group} ({self._unmergeable.get(group, 'not a wrapped module')})"
         return None
 
     # One batch
@@ -261,7 +266,7 @@ class VLoraManager(_sgl.LoRAManager):
                 self.refusal(merged) is not None
                 # Pinned adapters keep their slots whatever the plan needs.
                 or not self.validate_lora_batch({merged, *adapters})
-                # Only ATMM can take the folded adapter out again row by row.
+                # Only ATMM can take the merged adapter out again row by row.
                 or (mixed and not self._routed)
             ):
                 plan = BatchPlan(requests=plan.requests, mode=InferenceMode.UNMERGED)
@@ -271,7 +276,7 @@ class VLoraManager(_sgl.LoRAManager):
     def validate_lora_batch(self, lora_ids: set[AdapterId]) -> bool:
         """Whether these adapters fit beside the base model's permanent slot.
 
-        The folded adapter counts only if it is among them: one that is not can be unmerged, and must not keep
+        The merged adapter counts only if it is among them: one that is not can be unmerged, and must not keep
         waiting requests out for ever.
         """
         if not super().validate_lora_batch({*lora_ids, None}):
@@ -282,9 +287,9 @@ class VLoraManager(_sgl.LoRAManager):
         return fits((self.loras[uid].config.r for uid in {*lora_ids, *pinned} - {None}), self.slot_ranks)
 
     def fetch_new_loras(self, new_loras: set[AdapterId], running_loras: set[AdapterId] | None = None) -> None:
-        """Load adapters into slots; the base model and the adapter to be folded are always among them.
+        """Load adapters into slots; the base model and the adapter to be merged are always among them.
 
-        The folded adapter needs its slot for as long as rows of others must take it out again.
+        The merged adapter needs its slot for as long as rows of others must take it out again.
         """
         wanted = {*new_loras, None}
         if self.plan.merged_adapter is not None:
@@ -294,7 +299,7 @@ class VLoraManager(_sgl.LoRAManager):
     def prepare_lora_batch(self, forward_batch: Any) -> None:
         """Switch weights as planned, and tell the backend which rows apply which slots.
 
-        A batch whose rows all run on the weights as they are (all of the folded adapter, or all base on pristine
+        A batch whose rows all run on the weights as they are (all of the merged adapter, or all base on pristine
         weights) leaves the backend without metadata: then no LoRA kernel runs.
 
         Raises:
@@ -313,7 +318,7 @@ class VLoraManager(_sgl.LoRAManager):
             return
         if not self._routed and any(adapter != self.plan.merged_adapter for adapter in forward_batch.lora_ids):
             # Rows before an adapter's activation are base rows that the plan did not count; only ATMM can serve those
-            # on folded weights.
+            # on merged weights.
             self.plan = BatchPlan(requests=self.plan.requests, mode=InferenceMode.UNMERGED)
         merged = self._switch()
         pairs = [self._slot_pairs(adapter, merged) for adapter in forward_batch.lora_ids]
@@ -328,11 +333,11 @@ class VLoraManager(_sgl.LoRAManager):
             return None
         if merged is None:
             self.switcher.restore()
-        elif self.switcher.folded != merged:
+        elif self.switcher.merged != merged:
             lora = self.loras[merged]
             groups = self._groups_of_adapter(merged)
             place = self.lora_backend.places[self._slot(merged)] if self._routed else self._slot(merged)
-            self.switcher.fold(FoldOperand(merged, place, lora.config.r, float(lora.scaling), groups))
+            self.switcher.merge(MergeOperand(merged, place, lora.config.r, float(lora.scaling), groups))
         return merged
 
     def _slot(self, adapter: AdapterId) -> int:
@@ -377,7 +382,7 @@ class VLoraManager(_sgl.LoRAManager):
     # Between batches
 
     def unmerge(self) -> None:
-        """Make the weights pristine before the current stream's next work, from any thread of control.
+        """Bring the base weights back before the current stream's next work, from any thread of control.
 
         The copy runs on the forward stream, behind a step that may still be in flight, and the current stream waits
         for both. Call it before adapters are unloaded and before weights are read, replaced, saved or freed.
@@ -441,7 +446,7 @@ class VLoraManager(_sgl.LoRAManager):
         if self.slot_ranks and not fits([*pins, rank, max(self.slot_ranks)], self.slot_ranks):
             raise AdapterError(
                 f"with rank {rank} pinned beside {pins}, no slot of rank {max(self.slot_ranks)} stays for the others "
-                "(--lora-slot-ranks)"
+                "(--vlora-slot-ranks)"
             )
 
     def adapter_state(self) -> dict[str, dict[str, Any]]:
@@ -466,7 +471,7 @@ class VLoraManager(_sgl.LoRAManager):
     def _unload_lora_adapter(self, lora_ref: Any) -> Any:
         # The pool clears the slot from the scheduler's stream, while a step in flight may still subtract it.
         with self._on_forward_stream():
-            if self.switcher is not None and self.switcher.folded == lora_ref.lora_id:
+            if self.switcher is not None and self.switcher.merged == lora_ref.lora_id:
                 self.switcher.restore()
         if self.plan.merged_adapter == lora_ref.lora_id:
             self.plan = BatchPlan(requests=(), mode=InferenceMode.UNMERGED)
@@ -499,10 +504,10 @@ class VLoraManager(_sgl.LoRAManager):
             logger.info("%d activations add the adapters' part of gate_up in a prefill", pair_activations(model))
 
     def mode_state(self) -> dict[str, Any]:
-        """What ``/server_info`` shows: the folded adapter's name, and the count and seconds of switches by kind."""
+        """What ``/server_info`` shows: the merged adapter's name, and the count and seconds of switches by kind."""
         if self.switcher is None:
             return {"merging": False}
         state = self.switcher.state()
-        if state["folded"] is not None:
-            state["folded"] = self.lora_refs[state["folded"]].lora_name
+        if state["merged"] is not None:
+            state["merged"] = self.lora_refs[state["merged"]].lora_name
         return {"merging": True, **state}

@@ -1,9 +1,9 @@
-"""The mode switch: which adapter, if any, is folded into the base weights right now (V-LoRA, section 4.4.1).
+"""The mode switch: which adapter, if any, is merged into the base weights right now (V-LoRA, section 4.4.1).
 
-Weights have two states, pristine or folded with one adapter. Every fold starts from the pristine copy,
-``W = round(W0 + s B A)``, and unmerging copies ``W0`` back, so a switch from A to B is one pass and no sequence of
-switches can drift. Everything is enqueued on the stream that is current, which is the forward stream in the engine: a
-switch is ordered after the step before it and before the step that needs it, with no synchronisation.
+Weights have two states, the base model's or merged with one adapter. Every merge starts from the copy of the base
+weights, ``W = round(W0 + s B A)``, and unmerging copies ``W0`` back, so a switch from A to B is one pass and no
+sequence of switches can drift. Everything is enqueued on the stream that is current, which is the forward stream in
+the engine: a switch is ordered after the step before it and before the step that needs it, with no synchronisation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vlora_sgl.kernels.merge import MergeTable
 
 
 @dataclass(frozen=True, slots=True)
-class FoldOperand:
+class MergeOperand:
     """An adapter as the switcher needs it.
 
     Attributes:
@@ -29,7 +29,7 @@ class FoldOperand:
         slot: its index in the pools.
         rank: rank r of its A and B in the slot.
         scaling: its s.
-        groups: the groups of fold targets it has weights for; the others stay pristine.
+        groups: the groups of merge targets it has weights for; the others keep the base weights.
     """
 
     adapter: str
@@ -75,77 +75,77 @@ class _Timer:
 
 
 class ModeSwitcher:
-    """State machine over one model shard's fold targets.
+    """State machine over one model shard's merge targets.
 
     Args:
-        table: all fold targets; their pristine copies must equal the weights now.
+        table: all merge targets; their copies of the base weights must equal the weights now.
     """
 
     def __init__(self, table: MergeTable) -> None:
         self.table = table
         self.counters = {kind: SwitchCounter() for kind in ("merge", "direct", "unmerge")}
         self._timer = _Timer(table.device)
-        self._folded: FoldOperand | None = None
+        self._merged: MergeOperand | None = None
 
     @property
-    def folded(self) -> AdapterId:
-        """The adapter folded into the weights, or ``None`` while they are pristine."""
-        return None if self._folded is None else self._folded.adapter
+    def merged(self) -> AdapterId:
+        """The adapter merged into the weights, or ``None`` while they are the base model's."""
+        return None if self._merged is None else self._merged.adapter
 
-    def fold(self, operand: FoldOperand) -> bool:
-        """Make ``operand`` the folded adapter: one pass over what it targets, whatever was folded before.
+    def merge(self, operand: MergeOperand) -> bool:
+        """Make ``operand`` the merged adapter: one pass over what it targets, whatever was merged before.
 
         Returns:
             Whether anything had to be done.
         """
-        before = self._folded
+        before = self._merged
         if before is not None and before.adapter == operand.adapter:
             return False
         stale = frozenset() if before is None else before.groups - operand.groups
 
         def work() -> None:
-            # Not folded with a zero delta: -0.0 + 0.0 is 0.0, and a fresh fold would have left -0.0 alone.
+            # Not merged with a zero delta: -0.0 + 0.0 is 0.0, and a fresh merge would have left -0.0 alone.
             if stale:
                 self.table.restore(stale)
-            self.table.fold(operand.groups, slot=operand.slot, rank=operand.rank, scaling=operand.scaling)
+            self.table.merge(operand.groups, slot=operand.slot, rank=operand.rank, scaling=operand.scaling)
 
         self._timer.run(self.counters["merge" if before is None else "direct"], work)
-        self._folded = operand
+        self._merged = operand
         return True
 
     def restore(self) -> bool:
-        """Make the weights pristine.
+        """Bring the base weights back.
 
         Returns:
             Whether anything had to be done.
         """
-        if self._folded is None:
+        if self._merged is None:
             return False
-        groups = self._folded.groups
+        groups = self._merged.groups
         self._timer.run(self.counters["unmerge"], lambda: self.table.restore(groups))
-        self._folded = None
+        self._merged = None
         return True
 
     def rebase(self) -> None:
-        """Take the present weights as pristine, after the base model was updated.
+        """Take the present weights as the base model's, after the base model was updated.
 
         Raises:
-            RuntimeError: an adapter is folded, so the weights are not the base model's.
+            RuntimeError: an adapter is merged, so the weights are not the base model's.
         """
-        if self._folded is not None:
-            raise RuntimeError(f"cannot take weights as pristine while {self._folded.adapter} is folded")
-        self.table.refresh_pristine()
+        if self._merged is not None:
+            raise RuntimeError(f"cannot take weights as the base model's while {self._merged.adapter} is merged")
+        self.table.refresh_base()
 
     def state(self) -> dict[str, Any]:
-        """Folded adapter and counters, as JSON values. Times of switches still running are not in yet."""
+        """Merged adapter and counters, as JSON values. Times of switches still running are not in yet."""
         self._timer.collect()
         return {
-            "folded": self.folded,
+            "merged": self.merged,
             "switches": {kind: {"count": c.count, "seconds": c.seconds} for kind, c in self.counters.items()},
         }
 
 
-def pristine_copies(weights: Sequence[torch.Tensor], where: str) -> list[torch.Tensor]:
+def base_copies(weights: Sequence[torch.Tensor], where: str) -> list[torch.Tensor]:
     """Contiguous copies of the weights in one allocation.
 
     Args:

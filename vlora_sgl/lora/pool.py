@@ -118,7 +118,7 @@ class SizedPool(PackedPool):
         """One tensor per module, and the overlapping views that the layers see."""
         super().init_buffers(base_model)
         if self.embedding_A_buffer or self.lm_head_A_buffer or any(t[0].ndim != 3 for t in self.A_buffer.values()):
-            raise ConfigError("--lora-slot-ranks is for linear layers, not for embeddings, lm_head or MoE experts")
+            raise ConfigError("--vlora-slot-ranks is for linear layers, not for embeddings, lm_head or MoE experts")
         largest, count = self.capacities[-1], self.places[-1] + 1
         for name, layers in self.A_buffer.items():
             rows = layers[0].shape[1] // self.total_rank  # stacked projections

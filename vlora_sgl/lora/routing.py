@@ -18,22 +18,22 @@ def segments_of(
     lengths: Sequence[int],
     merged: AdapterId,
     slot_of: Callable[[str], int],
-    forks: Sequence[int] | None = None,
+    invocation_starts: Sequence[int] | None = None,
 ) -> list[Segment]:
     """The segments of a batch, one or two per request (the design's table of modes).
 
     Args:
         adapters: the adapter of every request.
         lengths: rows of every request.
-        merged: the adapter folded into the weights, or ``None``.
+        merged: the adapter merged into the weights, or ``None``.
         slot_of: an adapter's pool slot; raises where it has none.
-        forks: for an adapter that is activated after a prefix (an image), how many of the request's rows come before:
-            they run as base rows. 0 for every other request.
+        invocation starts: for an adapter that is activated after a prefix (an image), how many of the request's rows
+            come before: they run as base rows. 0 for every other request.
     """
     segments, start = [], 0
     for i, (adapter, length) in enumerate(zip(adapters, lengths, strict=True)):
-        fork = min(forks[i], length) if forks else 0
-        for who, rows in ((None, fork), (adapter, length - fork)):
+        invocation_start = min(invocation_starts[i], length) if invocation_starts else 0
+        for who, rows in ((None, invocation_start), (adapter, length - invocation_start)):
             if rows:
                 pairs = tuple((slot_of(name), weight) for name, weight in row_pairs(who, merged))
                 segments.append(Segment(start, start + rows, pairs))

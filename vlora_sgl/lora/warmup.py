@@ -4,7 +4,8 @@ Captured graphs have what smaller prefills launch. What is compiled depends on t
 of a block and the slots per row, not on the number of rows. So the tiles are those of many rows, and the operands the
 slots themselves with a few rows of input and output: no more memory than those, and no launch.
 
-A mix's prefills run eagerly at every size; the smaller sizes' tiles, where they differ, are compiled when one comes.
+A routed adapter's prefills run eagerly at every size; the smaller sizes' tiles, where they differ, are compiled when
+one comes.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def compile_prefills(manager: Any, captured: int, most: int) -> int:
     if not linears or fewest > most:
         return 0
     start = time.monotonic()
-    # Two slots a row: a folded adapter taken out beside its own, or two members of a mix.
-    two = manager.switcher is not None or getattr(manager, "mix_tables", None) is not None
+    # Two slots a row: a merged adapter taken out beside its own, or two members of a routed adapter.
+    two = manager.switcher is not None or getattr(manager, "router_tables", None) is not None
     sizes = range(bucket(fewest), bucket(most) + 1)
     with _compiling() as kernels:
         for pairs, block in product((1, 2) if two else (1,), _blocks(fewest, slots)):
@@ -107,7 +108,7 @@ def compile_prefills(manager: Any, captured: int, most: int) -> int:
 
 def _blocks(fewest: int, slots: int) -> Sequence[int]:
     """Rows per tile that batches of ``fewest`` rows and more may have (see ``make_routing``)."""
-    most_groups = 2 * slots + 1  # a slot's rows, those that take a folded adapter out besides, and base rows
+    most_groups = 2 * slots + 1  # a slot's rows, those that take a merged adapter out besides, and base rows
     return TILE_ROWS[fewest >= 32 * most_groups :]
 
 

@@ -15,7 +15,7 @@ from fastapi import HTTPException
 
 from vlora_sgl import _sgl
 from vlora_sgl.errors import AdapterError, UnknownAdapterError
-from vlora_sgl.routed.spec import is_mix, member_names
+from vlora_sgl.routed.spec import is_routed, member_names
 
 # SGLang's tokenizer manager, of which this is one side.
 Base: Any = object
@@ -109,18 +109,18 @@ class AdapterLifecycle(Base):
     """Mixed into the tokenizer manager, before SGLang's class.
 
     ``lora_registry`` holds what is in memory, ``lora_ref_cache`` every name that is loaded, also those that
-    ``--max-loaded-loras`` put out to disk and that come back when a request names them. Members of a mix stay as they
-    are as long as it is loaded.
+    ``--max-loaded-loras`` put out to disk and that come back when a request names them. Members of a routed adapter
+    stay as they are as long as it is loaded.
     """
 
     def init_lora(self) -> None:
         """SGLang's, with our registry."""
         super().init_lora()
         self.lora_registry = AdapterRegistry(self.server_args.lora_paths)
-        self.mix_members: dict[str, tuple[str, ...]] = {}
+        self.routed_members: dict[str, tuple[str, ...]] = {}
         self._retiring: set[asyncio.Task[Any]] = set()
         for ref in self.lora_ref_cache.values():
-            self._note_mix(ref)
+            self._note_routed(ref)
 
     # Names
 
@@ -189,8 +189,8 @@ class AdapterLifecycle(Base):
         self.auto_create_handle_loop()
         async with self.lora_update_lock:
             self.check_adapter_names(name)
-            if mixes := self._mixes_of(name):
-                return self._refused(f"adapter {name!r} is a member of {mixes}; unload that first")
+            if routed := self._routed_with(name):
+                return self._refused(f"adapter {name!r} is a member of {routed}; unload that first")
             known, old = self.lora_ref_cache[name], self.lora_registry.get(name)
             pinned = bool(known.pinned)
             # The old one holds the pin until it is gone.
@@ -205,10 +205,10 @@ class AdapterLifecycle(Base):
         """Unload an adapter for good: its name is unknown at once, its memory free when its last request has ended."""
         self.auto_create_handle_loop()
         async with self.lora_update_lock:
-            if mixes := self._mixes_of(obj.lora_name):
-                return self._refused(f"adapter {obj.lora_name!r} is a member of {mixes}; unload that first")
+            if routed := self._routed_with(obj.lora_name):
+                return self._refused(f"adapter {obj.lora_name!r} is a member of {routed}; unload that first")
             known, ref = self.lora_ref_cache.pop(obj.lora_name, None), self.lora_registry.get(obj.lora_name)
-            self.mix_members.pop(obj.lora_name, None)
+            self.routed_members.pop(obj.lora_name, None)
             if known is None:
                 return self._refused(str(UnknownAdapterError(str(obj.lora_name), self.lora_ref_cache)))
             if ref is None:  # on disk only
@@ -224,8 +224,8 @@ class AdapterLifecycle(Base):
         """
         self.auto_create_handle_loop()
         self.check_adapter_names(name)
-        if name in self.mix_members:
-            return self._refused("a mix has no slot of its own; pin its members")
+        if name in self.routed_members:
+            return self._refused("a routed adapter has no slot of its own; pin its members")
         if self.lora_registry.get(name) is None:
             await self._revive(name)
         async with self.lora_update_lock:
@@ -264,7 +264,7 @@ class AdapterLifecycle(Base):
         if result.success:
             self.lora_registry.put(ref)
             self.lora_ref_cache[name] = ref
-            self._note_mix(ref)
+            self._note_routed(ref)
             await self._make_room()
         result.loaded_adapters = self._loaded()
         return result
@@ -272,7 +272,7 @@ class AdapterLifecycle(Base):
     async def _make_room(self) -> None:
         limit = self.server_args.max_loaded_loras
         while limit is not None and self.lora_registry.num_registered_loras > limit:
-            ref = self.lora_registry.least_needed(keep={one for some in self.mix_members.values() for one in some})
+            ref = self.lora_registry.least_needed(keep={one for some in self.routed_members.values() for one in some})
             if ref is None:
                 return
             self.lora_registry.take(ref.lora_name)
@@ -317,14 +317,14 @@ class AdapterLifecycle(Base):
             return f"{name!r} is the base model's name"
         return None
 
-    def _note_mix(self, ref: Any) -> None:
-        self.mix_members.pop(ref.lora_name, None)
-        if is_mix(ref.lora_path):
-            self.mix_members[ref.lora_name] = member_names(ref.lora_path, ref.lora_name)
+    def _note_routed(self, ref: Any) -> None:
+        self.routed_members.pop(ref.lora_name, None)
+        if is_routed(ref.lora_path):
+            self.routed_members[ref.lora_name] = member_names(ref.lora_path, ref.lora_name)
 
-    def _mixes_of(self, name: str) -> str:
-        """The mixes that an adapter is a member of, for a message."""
-        return ", ".join(sorted(mix for mix, members in self.mix_members.items() if name in members))
+    def _routed_with(self, name: str) -> str:
+        """The routed adapters that an adapter is a member of, for a message."""
+        return ", ".join(sorted(routed for routed, members in self.routed_members.items() if name in members))
 
     def _loaded(self) -> dict[str, str]:
         return {name: ref.lora_path for name, ref in self.lora_ref_cache.items()}

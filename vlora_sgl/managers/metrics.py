@@ -34,7 +34,7 @@ class VLoraMetrics:
 
         self.mode_share = gauge("mode_share", "Share of the iterations so far that ran in this mode.", "mode")
         self.iterations = gauge("iterations", "Iterations so far in this mode.", "mode")
-        self.switches = gauge("switches", "Changes of the folded adapter so far.")
+        self.switches = gauge("switches", "Changes of the merged adapter so far.")
         self.switch_seconds = gauge("switch_seconds", "Seconds spent on them, by the cost table.")
         self.starving = gauge("starving_requests", "Requests that have waited over half of the bound.")
         self.adapters = gauge("adapters", "Adapters whose nearest copy is in this tier.", "tier")

@@ -50,7 +50,7 @@ class Planner:
         max_batch: most requests that run at once.
         max_adapters: most adapters (base excluded) one iteration can use.
         can_park: whether running requests can be left out of an iteration.
-        can_fold: whether this engine can fold an adapter into its weights.
+        can_merge: whether this engine can merge an adapter into its weights.
         window: waiting requests shown to the policy (``visible``).
         fits: ``QueueState.fits``.
     """
@@ -61,15 +61,15 @@ class Planner:
         max_batch: int,
         max_adapters: int,
         can_park: bool = False,
-        can_fold: bool = True,
+        can_merge: bool = True,
         window: int = 256,
         fits: Callable[[set[AdapterId]], bool] | None = None,
     ) -> None:
         self.policy = policy
         self.max_batch, self.max_adapters, self.window = max_batch, max_adapters, window
-        self.can_park, self.can_fold, self.fits = can_park, can_fold, fits
+        self.can_park, self.can_merge, self.fits = can_park, can_merge, fits
         self.clock = 0.0
-        self.folded: AdapterId = None
+        self.merged: AdapterId = None
         self.memory: Memory = {}
         self.switches = 0
         self.switch_seconds = 0.0
@@ -112,11 +112,11 @@ class Planner:
             clock=self.clock,
             waiting=visible(late, self.window),
             running=rows,
-            folded=self.folded,
+            merged=self.merged,
             max_batch=self.max_batch,
             max_adapters=self.max_adapters,
             can_park=self.can_park,
-            can_fold=self.can_fold,
+            can_merge=self.can_merge,
             chunked=None if chunked is None else chunked.rid,
             memory=self.memory,
             fits=self.fits,
@@ -150,13 +150,13 @@ class Planner:
             rows: adapter and tokens of each request of ``plan``, in its order.
             prefill: whether it was a prefill.
         """
-        costs, before, started = self.policy.costs, self.folded, self.clock
+        costs, before, started = self.policy.costs, self.merged, self.clock
         if plan.merged_adapter != before:
             seconds = costs.switch_seconds(before, plan.merged_adapter)
             self.switches += 1
             self.switch_seconds += seconds
             self.clock += seconds
-            self.folded = plan.merged_adapter
+            self.merged = plan.merged_adapter
         # SGLang forms the batch after ``next`` saw the queues: a row it may have put in since has no state yet.
         states = [self._states.get(rid) for rid in plan.requests]
         groups: Counter[AdapterId] = Counter()
@@ -164,15 +164,15 @@ class Planner:
         for (adapter, tokens), state in zip(rows, states, strict=True):
             groups[adapter] += tokens
             context += tokens * tokens / 2 if prefill else state.context if state is not None else 0
-        seconds = (costs.prefill if prefill else costs.decode).seconds(groups, context, self.folded)
+        seconds = (costs.prefill if prefill else costs.decode).seconds(groups, context, self.merged)
         self.clock += seconds
         self.seconds_by_mode[plan.mode] += seconds
-        self.memory = self.policy.remember(self.memory, prefill, groups, self.folded)
+        self.memory = self.policy.remember(self.memory, prefill, groups, self.merged)
         for state in states:
             if state is not None:
                 state.progress = self.clock
                 state.remaining = max(1, state.remaining - (not prefill))
-        return Iteration(prefill, groups, context, before, self.folded, plan.mode, self.clock - started)
+        return Iteration(prefill, groups, context, before, self.merged, plan.mode, self.clock - started)
 
     def use(self, policy: Policy) -> None:
         """Decide by another policy from the next iteration on; what the one before remembered is dropped."""
@@ -183,7 +183,7 @@ class Planner:
         return {
             "planned_seconds": self.clock,
             "seconds_by_mode": {str(mode): seconds for mode, seconds in self.seconds_by_mode.items()},
-            "folded": self.folded,
+            "merged": self.merged,
             "switches": self.switches,
             "switch_seconds": self.switch_seconds,
             "starving": self.starving,

@@ -85,7 +85,7 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
             self._make_policy(costs),
             max_batch=self.max_running_requests,
             max_adapters=max(1, self.lora_manager.max_loras_per_batch - 1),
-            can_fold=self.lora_manager.switcher is not None,
+            can_merge=self.lora_manager.switcher is not None,
             fits=self.lora_manager.validate_lora_batch if self.lora_manager.slot_ranks else None,
         )
 
@@ -97,7 +97,7 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
         """Plan the iteration, then let SGLang form a prefill batch within the plan."""
         if self.planner is not None:
             running = [req for req in running_batch.reqs if not req.finished()]
-            self.planner.folded = self.lora_manager.folded  # an unload or a weight update may have unmerged
+            self.planner.merged = self.lora_manager.merged  # an unload or a weight update may have unmerged
             plan = self.planner.next(self.waiting_queue, running, self.chunked_req)
             self.residency.want([plan.merged_adapter, *(req.lora_id for req in (*running, *self.waiting_queue))])
         return super().get_new_batch_prefill(running_batch)
@@ -119,7 +119,7 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
         if self.vlora_args.mode == "auto":
             return self.planner.settle([(req.rid, req.lora_id) for req in batch.reqs])
         mode, merged = choose_mode(
-            adapters, self.vlora_args.mode, manager.folded, lambda adapter: manager.refusal(adapter) is None
+            adapters, self.vlora_args.mode, manager.merged, lambda adapter: manager.refusal(adapter) is None
         )
         return BatchPlan(tuple(req.rid for req in batch.reqs), mode, merged)
 
@@ -127,8 +127,8 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
         """Plan the batch, hand the plan on, and run it."""
         if self.planner is None or batch.forward_mode.is_idle():
             return super().run_batch(batch, pp_proxy_tensors)
-        # The manager's word counts: it runs unmerged what it cannot fold.
-        plan = self.lora_manager.set_plan(self.plan(batch), self.place_forks(batch))
+        # The manager's word counts: it runs unmerged what it cannot merge.
+        plan = self.lora_manager.set_plan(self.plan(batch), self.place_invocations(batch))
         self.batches_by_mode[plan.mode] += 1
         prefill = batch.forward_mode.is_extend()
         tokens = batch.extend_lens if prefill else [1] * len(batch.reqs)

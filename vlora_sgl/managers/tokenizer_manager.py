@@ -10,7 +10,7 @@ import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests, head_of
-from vlora_sgl.lora.exported import BASE_DELTA, BakedModel, read_baked
+from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
 from vlora_sgl.managers import tensor_pickle
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse, UnknownModelResponse
 from vlora_sgl.managers.ended_requests import RequestStates
@@ -26,9 +26,9 @@ class VLoraTokenizerManager(AdapterLifecycle, _sgl.TokenizerManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rid_to_state = RequestStates()
-        baked = read_baked(self.server_args.model_path)
+        exported = read_exported(self.server_args.model_path)
         # Where the caller chose other adapters, names mean what they mean in any other engine.
-        self.baked = baked if baked is not None and BASE_DELTA in self.lora_ref_cache else None
+        self.exported = exported if exported is not None and BASE_DELTA in self.lora_ref_cache else None
 
     async def _tokenize_one_request(self, obj: Any) -> Any:
         """Tokenize, once the latency constraint is known to be one, and hash the images.
@@ -80,8 +80,8 @@ class VLoraTokenizerManager(AdapterLifecycle, _sgl.TokenizerManager):
             HeadError: a head that its adapter does not have, or that lacks its image.
         """
         check_head_requests(obj, self.lora_ref_cache)
-        if self.baked is not None:
-            serve_from_baked(obj, self.baked)
+        if self.exported is not None:
+            serve_from_exported(obj, self.exported)
         # SGLang would take a caller's word for the content of an image, and so serve one image's KV for another.
         if getattr(obj, "mm_hashes", None):
             obj.mm_hashes = None
@@ -116,13 +116,13 @@ def forget_claimed_hashes(image_data: Any) -> None:
         image_data.pop("pad_value", None)
 
 
-def serve_from_baked(obj: Any, baked: BakedModel) -> None:
-    """Turn the names in a request (SGLang's, normalised) into the adapters that answer on a baked model, in place."""
+def serve_from_exported(obj: Any, exported: ExportedModel) -> None:
+    """Turn the names in a request (SGLang's, normalised) into an exported model's adapters, in place."""
     single = obj.is_single
     given = [obj.sampling_params] if single else obj.sampling_params
     names = [obj.lora_path] if single else obj.lora_path or [None] * len(given)
     served = [
-        baked.serving(name, head_of(parameters) is not None) for name, parameters in zip(names, given, strict=True)
+        exported.serving(name, head_of(parameters) is not None) for name, parameters in zip(names, given, strict=True)
     ]
     obj.lora_path = served[0] if single else served
     # SGLang made these before, and releases adapters by them.

@@ -25,7 +25,7 @@ FlashInfer's may not: it can attend to prefixes first. Nor may one that wraps ot
 NO_SLOT = -1
 
 
-def can_join(runner: Any, tree: Any) -> bool:
+def can_share(runner: Any, tree: Any) -> bool:
     """Whether prefills of this model runner may read what they write.
 
     Pages of several tokens would have to be shared in part; context parallelism and MLA have paths of their own.
@@ -39,7 +39,7 @@ def can_join(runner: Any, tree: Any) -> bool:
     )
 
 
-class JointPrefill:
+class PrefixSharing:
     """The prefixes that the batch being formed will compute and read.
 
     Args:

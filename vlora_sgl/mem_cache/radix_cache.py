@@ -1,4 +1,4 @@
-"""The prefix cache: image KV reuse that is exact, forked per adapter, shared across adapters up to the fork.
+"""The prefix cache: exact for images, keyed per adapter, shared across adapters up to the invocation start.
 
 SGLang's radix tree compares token ids. Two things that decide a token's KV are not in them: the image behind an image
 token (30 bits of its hash are), and the adapter that ran. We write both into the key's elements, 63 bits each::
@@ -8,8 +8,8 @@ token (30 bits of its hash are), and the adapter that ran. We write both into th
 
 - An *image number* stands for the whole content key of the image (full hash, grid, modality), looked up in full.
 - An *adapter number* stands for the digest of the adapter's content; 0 is the base model. Elements before a request's
-  *fork* carry 0: an adapter that activates after the image (design section 9; activated LoRA) computes there what the
-  base model computes, so all such adapters and the base share those entries, in one tree.
+  *invocation start* carry 0: an adapter that activates after the image (design section 9; activated LoRA) computes
+  there what the base model computes, so all such adapters and the base share those entries, in one tree.
 
 The tree itself, its locks, eviction and accounting stay SGLang's, which see nothing but longer integers. Numbers are
 handed out in sequence and never twice, so forgetting one can only lose a hit, never make a wrong one.
@@ -37,7 +37,7 @@ _IMAGE_BIT = 1 << 35
 _ADAPTER_SHIFT = 36
 _ADAPTERS = 1 << 27
 NEVER = 1 << 40
-"""The fork of a request that its adapter's activation sequence does not occur in."""
+"""The invocation start of a request that its adapter's activation sequence does not occur in."""
 
 
 class Numbering:
@@ -129,18 +129,28 @@ class CacheIdentity(str):
     Attributes:
         salt: what the caller gave as ``extra_key`` or ``cache_salt``, or ``None``; it splits the tree at the root.
         adapter: number of the adapter's content, 0 for the base model.
-        fork: first position computed with the adapter.
+        invocation_start: first position computed with the adapter.
         images: where images stand and their numbers, as ``(start, end, number)``, ascending.
         root: what the tree's root branches by. A pair can never equal a caller's string.
         reuse_limit: matches for this request stop here, so that later tokens are computed; ``None`` is no limit.
         reuse: what the request found, once it was scheduled.
     """
 
-    __slots__ = ("_elements", "_prefix_key", "adapter", "fork", "images", "reuse", "reuse_limit", "root", "salt")
+    __slots__ = (
+        "_elements",
+        "_prefix_key",
+        "adapter",
+        "images",
+        "invocation_start",
+        "reuse",
+        "reuse_limit",
+        "root",
+        "salt",
+    )
 
     salt: str | None
     adapter: int
-    fork: int
+    invocation_start: int
     images: tuple[tuple[int, int, int], ...]
     root: Hashable
     reuse_limit: int | None
@@ -152,13 +162,13 @@ class CacheIdentity(str):
         cls,
         salt: str | None,
         adapter: int,
-        fork: int,
+        invocation_start: int,
         images: tuple[tuple[int, int, int], ...],
     ) -> CacheIdentity:
         numbers = ",".join(f"{start}-{end}:{number}" for start, end, number in images)
-        self = super().__new__(cls, f"{adapter}@{fork}|{numbers}|{'-' if salt is None else '+' + salt}")
-        self.salt, self.adapter, self.fork, self.images = salt, adapter, fork, images
-        self.root = (salt, adapter) if adapter and fork == 0 else salt
+        self = super().__new__(cls, f"{adapter}@{invocation_start}|{numbers}|{'-' if salt is None else '+' + salt}")
+        self.salt, self.adapter, self.invocation_start, self.images = salt, adapter, invocation_start, images
+        self.root = (salt, adapter) if adapter and invocation_start == 0 else salt
         self.reuse_limit = None
         self.reuse = None
         self._elements = array("q")
@@ -167,15 +177,15 @@ class CacheIdentity(str):
 
     def renewed(self) -> CacheIdentity:
         """The same identity with no elements kept: a retracted request comes back with other output tokens."""
-        fresh = CacheIdentity(self.salt, self.adapter, self.fork, self.images)
+        fresh = CacheIdentity(self.salt, self.adapter, self.invocation_start, self.images)
         fresh.reuse_limit, fresh.reuse = self.reuse_limit, self.reuse
         return fresh
 
     @property
     def shareable(self) -> int:
-        """Length of the prefix that others are likely to bring too: up to the last image, or up to the fork."""
-        fork = self.fork if self.fork != NEVER else 0
-        return max(fork, self.images[-1][1] if self.images else 0)
+        """Length of the prefix that others are likely to bring too: up to the last image or the invocation start."""
+        invocation_start = self.invocation_start if self.invocation_start != NEVER else 0
+        return max(invocation_start, self.images[-1][1] if self.images else 0)
 
     def prefix_key(self, token_ids: array) -> Hashable:
         """Equal for requests whose KV is the same on the shareable prefix.
@@ -193,8 +203,8 @@ class CacheIdentity(str):
         A request of one adapter from its first token on, or of the base model, without images, needs no rewriting:
         the root keeps it apart, at no cost per token.
         """
-        forked = self.adapter if self.fork else 0
-        if not forked and not self.images:
+        invoked = self.adapter if self.invocation_start else 0
+        if not invoked and not self.images:
             return token_ids
         done = len(self._elements)
         if done > len(token_ids):
@@ -206,8 +216,8 @@ class CacheIdentity(str):
             for start, end, number in self.images:
                 if end > done:
                     new[max(start - done, 0) : end - done] = _IMAGE_BIT | number
-            if forked:
-                new[max(self.fork - done, 0) :] |= forked << _ADAPTER_SHIFT
+            if invoked:
+                new[max(self.invocation_start - done, 0) :] |= invoked << _ADAPTER_SHIFT
             self._elements = grown
         return self._elements
 
@@ -217,22 +227,22 @@ class AdapterContent:
     """What of an adapter decides KV: its digest, and where it starts.
 
     Attributes:
-        digest: of weights, scalings and activation point.
-        activation: ``None`` from the first token on; ``"after_image"`` after the prompt's last image; a token
+        digest: of weights, scalings and invocation start.
+        invocation: ``None`` from the first token on; ``"after_image"`` after the prompt's last image; a token
             sequence: from the start of its last occurrence (PEFT's ``alora_invocation_tokens``).
     """
 
     digest: str
-    activation: str | tuple[int, ...] | None = None
+    invocation: str | tuple[int, ...] | None = None
 
-    def fork(self, token_ids: array, images: Iterable[ImageSpan]) -> int:
+    def invocation_start(self, token_ids: array, images: Iterable[ImageSpan]) -> int:
         """First position that runs with the adapter. ``NEVER``: not even the answer does, as in PEFT."""
-        if self.activation is None:
+        if self.invocation is None:
             return 0
-        if self.activation == "after_image":
+        if self.invocation == "after_image":
             return max((image.end for image in images), default=0)
-        assert isinstance(self.activation, tuple)
-        position = _last_occurrence(token_ids, self.activation)
+        assert isinstance(self.invocation, tuple)
+        position = _last_occurrence(token_ids, self.invocation)
         return NEVER if position is None else position
 
 
@@ -330,12 +340,12 @@ class VLoraRadixCache(_sgl.RadixCache):
         """
         if placeless:
             salt = f"{salt or ''}|{self._image_numbers(placeless)}"
-        number, fork = 0, 0
+        number, invocation_start = 0, 0
         if adapter is not None:
-            fork = adapter.fork(token_ids, images)
-            number = 0 if fork == NEVER else self._adapter_numbers(adapter.digest)
+            invocation_start = adapter.invocation_start(token_ids, images)
+            number = 0 if invocation_start == NEVER else self._adapter_numbers(adapter.digest)
         numbers = tuple((image.start, image.end, self._image_numbers(image.content)) for image in images)
-        identity = CacheIdentity(salt, number, fork, numbers)
+        identity = CacheIdentity(salt, number, invocation_start, numbers)
         identity.elements(token_ids)  # once per request, so that its first match costs no more than the next
         return identity
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from vlora_sgl import _sgl
 from vlora_sgl.core import AdapterId
-from vlora_sgl.mem_cache.prefix_sharing import JointPrefill, can_join
+from vlora_sgl.mem_cache.prefix_sharing import PrefixSharing, can_share
 from vlora_sgl.mem_cache.radix_cache import NEVER, AdapterContent, CacheIdentity, VLoraRadixCache, image_spans
 from vlora_sgl.multimodal import encoder_cache
 from vlora_sgl.multimodal.early_encoding import encode_ahead
@@ -30,8 +30,8 @@ class PrefixReuse(Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        joins = can_join(self.tp_worker.model_runner, self.tree_cache)
-        self.joint = JointPrefill(self.tree_cache) if joins else None
+        joins = can_share(self.tp_worker.model_runner, self.tree_cache)
+        self.sharing = PrefixSharing(self.tree_cache) if joins else None
         self.encoder_cache = encoder_cache.install(self.vlora_args.encoder_cache_mb)
 
     def identify(self, req: Any) -> CacheIdentity | None:
@@ -47,7 +47,7 @@ class PrefixReuse(Base):
         if described is not None:
             # SGLang appended the adapter's id, which is new with every load; content takes its place.
             salt = salt.removesuffix(req.lora_id) or None
-            adapter = AdapterContent(described.digest, described.description.activation)
+            adapter = AdapterContent(described.digest, described.description.invocation)
         images, placeless = image_spans(req.multimodal_inputs)
         return self.tree_cache.identify(req.origin_input_ids, salt, adapter, images, placeless)
 
@@ -56,7 +56,7 @@ class PrefixReuse(Base):
             req.extra_key = req.extra_key.renewed()
         else:
             req.extra_key = self.identify(req) or req.extra_key
-            if getattr(req.extra_key, "fork", 0) == NEVER:
+            if getattr(req.extra_key, "invocation_start", 0) == NEVER:
                 req.lora_id = None  # its adapter is never invoked: a request of the base model, in every respect
         super()._add_request_to_queue(req, is_retracted)
         # Where it starts nothing, the admission looks again: by then a head may want what is cached computed anew.
@@ -73,26 +73,29 @@ class PrefixReuse(Base):
         self._computing = self._publish()
         self._first = True
         plan = super().get_new_batch_prefill(running_batch)
-        if plan.batch_to_run is not None and self.joint is not None:
-            self.joint.fulfil(plan.batch_to_run.reqs)
+        if plan.batch_to_run is not None and self.sharing is not None:
+            self.sharing.fulfil(plan.batch_to_run.reqs)
         if plan.batch_to_run is not None and isinstance(self.tree_cache, VLoraRadixCache):
             encoding: set[int] = set()
             for req in plan.batch_to_run.reqs:
                 self._measure(req, encoding)
         return plan
 
-    def place_forks(self, batch: Any) -> list[AdapterId]:
+    def place_invocations(self, batch: Any) -> list[AdapterId]:
         """Tell the LoRA manager where each row's adapter starts; return all that the batch runs, the base if it does.
 
-        A batch of one adapter with a fork inside is no batch of one adapter: a folded adapter must be taken out of the
-        rows before the fork.
+        A batch of one adapter with a invocation start inside is no batch of one adapter: a merged adapter must be
+            taken out of the rows before the invocation start.
         """
         adapters = [req.lora_id for req in batch.reqs]
-        self.lora_manager.forks = []
-        if batch.forward_mode.is_extend():  # decoding is behind every fork
-            forks = [getattr(req.extra_key, "fork", 0) for req in batch.reqs]
-            self.lora_manager.forks = forks
-            if any(start < fork for start, fork in zip(batch.prefix_lens, forks, strict=True)):
+        self.lora_manager.invocation_starts = []
+        if batch.forward_mode.is_extend():  # decoding is behind every invocation start
+            invocation_starts = [getattr(req.extra_key, "invocation_start", 0) for req in batch.reqs]
+            self.lora_manager.invocation_starts = invocation_starts
+            if any(
+                start < invocation_start
+                for start, invocation_start in zip(batch.prefix_lens, invocation_starts, strict=True)
+            ):
                 adapters.append(None)
         return adapters
 
@@ -132,7 +135,7 @@ class PrefixReuse(Base):
         """SGLang's verdict, but of requests that need one long prefix, one computes it; the others join it or wait."""
         key = self._prefix_key(req)
         leader = self._computing.get(key) if key is not None else None
-        waits = leader is not None and not self._holds_prefix(req) and not self._joins(req, leader)
+        waits = leader is not None and not self._holds_prefix(req) and not self._shares(req, leader)
         if waits or not super()._can_schedule_lora_req(req, running_loras):
             return False
         if key is not None:
@@ -164,14 +167,14 @@ class PrefixReuse(Base):
             items = req.multimodal_inputs.mm_items
             return encode_ahead(runner.model, runner.vision_graphs, self.encoder_cache, items, start)
 
-    def _joins(self, req: Any, leader: Any) -> bool:
+    def _shares(self, req: Any, leader: Any) -> bool:
         """Whether a request may run in the batch that computes its prefix, by a leader admitted to it before.
 
-        A mix may not: its router asks, before the first layer, what the prefix's tokens voted.
+        A routed adapter may not: its router asks, before the first layer, what the prefix's tokens voted.
         """
-        if self.joint is None or self.lora_manager.has_mix([req.lora_id]):
+        if self.sharing is None or self.lora_manager.has_routed([req.lora_id]):
             return False
-        return self.joint.promise(leader, req.extra_key.shareable)
+        return self.sharing.promise(leader, req.extra_key.shareable)
 
     def _holds_prefix(self, req: Any) -> bool:
         missing = req.extra_key.shareable - self.tree_cache.matched_length(req.origin_input_ids, req.extra_key)

@@ -1,6 +1,6 @@
 """CUDA graphs in two variants: without LoRA kernels ("nolora"), and with them ("lora").
 
-A batch that runs on the weights as they are (all rows of the folded adapter, or all base on pristine weights) replays
+A batch that runs on the weights as they are (all rows of the merged adapter, or all base on base weights) replays
 the first, at the speed of a model without LoRA; an unmerged or mixture batch replays the second, whose metadata was
 refreshed in place. SGLang 0.5.17 can capture both for decode but nothing in it asks for that; of a prefill it knows
 one variant, and for models that see it captures none.
@@ -34,7 +34,7 @@ class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
         return "nolora" if pure else "lora"
 
     def can_run_graph(self, forward_batch: Any) -> Any:
-        """SGLang's verdict; a batch too large for the routing kernel of mixes runs eagerly if it has any."""
+        """SGLang's verdict; a batch too large for the routing kernel of routed adapters runs eagerly if it has any."""
         if self.model_runner.lora_manager.exceeds_graph(forward_batch):
             return False
         return super().can_run_graph(forward_batch)

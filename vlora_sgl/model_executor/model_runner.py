@@ -1,4 +1,4 @@
-"""SGLang's model runner with our decode graphs, and with pristine weights whenever weights are read or replaced."""
+"""SGLang's model runner with our decode graphs, and with base weights whenever weights are read or replaced."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class VLoraModelRunner(_sgl.ModelRunner):
         return result
 
     def unmerge(self) -> None:
-        """Make the weights pristine, if there are adapters at all."""
+        """Bring the base weights back, if there are adapters at all."""
         manager = getattr(self, "lora_manager", None)
         if manager is not None:
             manager.unmerge()
 
     def rebase(self) -> None:
-        """Take the present weights as pristine, and forget what the weights before computed of images."""
+        """Take the present weights as the base model's, and forget what the weights before computed of images."""
         encoder_cache.forget()
         manager = getattr(self, "lora_manager", None)
         if manager is not None:
@@ -129,7 +129,7 @@ class _Guard:
         return guarded
 
 
-def release_pristine(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+def unmerge_before_release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Wraps ``SchedulerWeightUpdaterManager.release_memory_occupation``: never free weights that hold an adapter."""
     updater.tp_worker.model_runner.unmerge()
     return original(updater, request)

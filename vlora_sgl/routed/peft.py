@@ -1,4 +1,4 @@
-"""A mix inside transformers and PEFT: the reference for serving, and what a router is trained in.
+"""A routed adapter inside transformers and PEFT: the reference for serving, and what a router is trained in.
 
 Every adapted layer computes its base output, and adds each member's delta times that member's weight at each token.
 """
@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from vlora_sgl.routed.spec import MixSpec
+from vlora_sgl.routed.spec import RoutedSpec
 from vlora_sgl.routed.token_router import UNIT, quantised, top_weights
 
 
-class TokenMix:
+class RoutedModel:
     """Routes a PEFT model's adapters token by token while ``applied`` is open.
 
     Args:
         model: a ``PeftModel`` that has every member loaded under its name.
-        spec: the mix.
+        spec: the routed adapter.
 
     Attributes:
         weights: [B, T, members] float32 of the latest forward.
@@ -31,7 +31,7 @@ class TokenMix:
         probabilities: [B, T, members], that softmax, of the latest forward.
     """
 
-    def __init__(self, model: Any, spec: MixSpec) -> None:
+    def __init__(self, model: Any, spec: RoutedSpec) -> None:
         self.model, self.spec = model, spec
         self.temperature: float | None = None
         self.straight = False
@@ -44,7 +44,7 @@ class TokenMix:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, forwards and ``generate`` run with the mix. Sequences are padded on the right, if at all."""
+        """Inside, forwards and ``generate`` run routed. Sequences are padded on the right, if at all."""
         from peft.tuners.lora import LoraLayer
 
         hooks = [self.model.get_base_model().register_forward_pre_hook(self._note_ids, with_kwargs=True)]
@@ -127,7 +127,7 @@ class TokenMix:
         return add
 
 
-def mean_votes(mix: TokenMix) -> torch.Tensor:
+def mean_votes(routed: RoutedModel) -> torch.Tensor:
     """[B, T, members]: mean vote of every token's prefix, of the latest forward, as serving rounds it."""
-    votes = quantised(mix.votes).cumsum(1).double() / UNIT
+    votes = quantised(routed.votes).cumsum(1).double() / UNIT
     return votes / torch.arange(1, votes.shape[1] + 1, device=votes.device)[:, None]

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""Routing of prefill rows by mixes, in Triton: what ``MixTables.weights_of`` says, in one to three launches a mix.
+"""Token routing of prefill rows in Triton: ``RouterTables.weights_of`` in one to three launches an adapter.
 
 A launch costs more than its work here, so there are few; and no size of a batch is a constant of a kernel (nor the
 alignment of a batch's columns), or serving would stop to compile when a new one comes.
@@ -19,14 +19,14 @@ ROWS = 16  # of a program of the other kernels
 CHUNK = 256  # rows in front of its own that a program of ``prefix_kernel`` adds up at a time
 
 _sized = triton.jit(
-    do_not_specialize=["n", "mix", "members", "vocabulary", "req_stride"],
+    do_not_specialize=["n", "routed", "members", "vocabulary", "req_stride"],
     do_not_specialize_on_alignment=["rows", "modality", "first", "request", "prefix", "ids", "out_slots"],
 )
 
 
 @_sized
 def table_kernel(
-    weights, rows, modality, ids, by_token, by_modality, n, mix, members, vocabulary,
+    weights, rows, modality, ids, by_token, by_modality, n, routed, members, vocabulary,
     MODALITIES: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """weights [n, members] float32: one for the member that the table names, zero for the rest.
@@ -39,8 +39,8 @@ def table_kernel(
     kind = tl.load(modality + i, mask=inside, other=0)
     token = tl.load(ids + tl.load(rows + i, mask=inside, other=0), mask=inside, other=0).to(tl.int64)
     token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
-    text = tl.load(by_token + mix.to(tl.int64) * vocabulary + token, mask=inside, other=0).to(tl.int32)
-    rest = tl.load(by_modality + mix * MODALITIES + kind, mask=inside, other=0).to(tl.int32)
+    text = tl.load(by_token + routed.to(tl.int64) * vocabulary + token, mask=inside, other=0).to(tl.int32)
+    rest = tl.load(by_modality + routed * MODALITIES + kind, mask=inside, other=0).to(tl.int32)
     chosen = tl.where(kind == 0, text, rest)
     weight = tl.where(k[None, :] == chosen[:, None], 1.0, 0.0)
     tl.store(weights + i[:, None] * members + k[None, :], weight, mask=inside[:, None] & (k < members)[None, :])
@@ -48,7 +48,7 @@ def table_kernel(
 
 @_sized
 def project_kernel(
-    low, squares, x, rows, w1, n, mix, x_stride,
+    low, squares, x, rows, w1, n, routed, x_stride,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Of one part of the hidden size, ``W1 x`` and the sum of x squared: low [S, n, WIDTH], squares [S, n] float32.
@@ -67,7 +67,7 @@ def project_kernel(
         h = split * PART + at + tl.arange(0, BLOCK)
         place = x + row[:, None] * x_stride + h[None, :]
         part = tl.load(place, mask=inside[:, None] & (h < HIDDEN)[None, :], other=0.0).to(tl.float32)
-        place = w1 + mix.to(tl.int64) * HIDDEN * WIDTH + h[:, None] * WIDTH + j[None, :]
+        place = w1 + routed.to(tl.int64) * HIDDEN * WIDTH + h[:, None] * WIDTH + j[None, :]
         block = tl.load(place, mask=(h < HIDDEN)[:, None], other=0.0)
         total = tl.dot(part, block, total, input_precision="ieee")
         square += part * part
@@ -78,7 +78,7 @@ def project_kernel(
 
 @_sized
 def vote_kernel(
-    out, low, squares, b1, w2, b2, settings, n, mix,
+    out, low, squares, b1, w2, b2, settings, n, routed,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     BY_PREFIX: tl.constexpr,
 ):  # fmt: skip
@@ -92,18 +92,18 @@ def vote_kernel(
         at = tl.full([ROWS], split, dtype=tl.int64) * n + i
         total += tl.load(low + at[:, None] * WIDTH + j[None, :], mask=inside[:, None], other=0.0)
         square += tl.load(squares + at, mask=inside, other=0.0)
-    vote = votes_of(total, square, mix, b1, w2, b2, HIDDEN, WIDTH, MEMBERS)
+    vote = votes_of(total, square, routed, b1, w2, b2, HIDDEN, WIDTH, MEMBERS)
     if BY_PREFIX:
         tl.store(out + i[:, None] * MEMBERS + k[None, :], vote.to(tl.int32), mask=inside[:, None])
     else:
-        members, top_k = tl.load(settings + mix * 4), tl.load(settings + mix * 4 + 1)
+        members, top_k = tl.load(settings + routed * 4), tl.load(settings + routed * 4 + 1)
         weight = best_weights(vote, tl.full([ROWS], 1, dtype=tl.int64), members, top_k, MEMBERS)
         tl.store(out + i[:, None] * members + k[None, :], weight, mask=inside[:, None] & (k < members)[None, :])
 
 
 @_sized
 def prefix_kernel(
-    weights, votes, rows, first, request, prefix, out_slots, settings, totals, req_to_token, n, mix, req_stride,
+    weights, votes, rows, first, request, prefix, out_slots, settings, totals, req_to_token, n, routed, req_stride,
     MEMBERS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """weights [n, members] float32 by the votes up to and with each row; writes the totals beside the KV cache.
@@ -134,7 +134,7 @@ def prefix_kernel(
     total += tl.load(totals + last[:, None] * MEMBERS + k[None, :], mask=known[:, None], other=0)
     out = tl.load(out_slots + tl.load(rows + i, mask=inside, other=0), mask=inside, other=0).to(tl.int64)
     tl.store(totals + out[:, None] * MEMBERS + k[None, :], total, mask=inside[:, None])
-    members, top_k = tl.load(settings + mix * 4), tl.load(settings + mix * 4 + 1)
+    members, top_k = tl.load(settings + routed * 4), tl.load(settings + routed * 4 + 1)
     tokens = tl.where(inside, before + i - begin + 1, 1)
     weight = best_weights(total, tokens, members, top_k, MEMBERS)
     tl.store(weights + i[:, None] * members + k[None, :], weight, mask=inside[:, None] & (k < members)[None, :])

@@ -25,14 +25,14 @@ ALIGN = 128
 
 @dataclass(frozen=True)
 class Routed:
-    """Rows that a mix has routed.
+    """Rows that a routed adapter has routed.
 
     Attributes:
         rows: [n] int64, on the device.
         weights: [n, K] float32, at most ``top_k`` of each row not zero.
         slots: [K] pool slot of each member.
         top_k: members per row at most.
-        always: pairs that every one of these rows applies besides (a folded adapter, taken out).
+        always: pairs that every one of these rows applies besides (a merged adapter, taken out).
     """
 
     rows: torch.Tensor
@@ -51,7 +51,7 @@ def others(groups: Sequence[Group], rows: int, routed: np.ndarray) -> list[Group
 
 
 def host_groups(parts: Sequence[Routed], others: Sequence[Group]) -> list[Group]:
-    """A CPU's row groups: those of all other rows, and one group per member of every mix.
+    """A CPU's row groups: those of all other rows, and one group per member of every routed adapter.
 
     A row may then lie in several groups, and a pair's weight may be a column, one per row: ``atmm_torch`` adds up.
     """

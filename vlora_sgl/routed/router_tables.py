@@ -1,4 +1,4 @@
-"""The routers of all loaded mixes at fixed addresses, and the routing of a batch's rows by them.
+"""The routers of all loaded routed adapters at fixed addresses, and the routing of a batch's rows by them.
 
 Three ways to one result. ``weights_of`` is plain torch, for a CPU. ``route_prefill`` says the same on a GPU, in a few
 launches. ``route_decode`` is one kernel over a batch of decode rows which a CUDA graph can hold: it reads what
@@ -18,18 +18,18 @@ import triton
 
 from vlora_sgl.routed import prefill
 from vlora_sgl.routed.decode import route_decode_kernel
-from vlora_sgl.routed.spec import MODALITIES, MixSpec
+from vlora_sgl.routed.spec import MODALITIES, RoutedSpec
 from vlora_sgl.routed.token_router import MAX_MEMBERS, WIDTH, prefix_totals, quantised, top_weights
 
 BASE = -1  # "member" of a token that runs on the base model
 
 
 @dataclass(frozen=True)
-class MixRows:
-    """The rows of one mix in a batch; n of them, on the device.
+class RoutedRows:
+    """The rows of one routed adapter in a batch; n of them, on the device.
 
     Attributes:
-        index: the mix's place in the tables.
+        index: the routed adapter's place in the tables.
         rows: [n] int64, their numbers in the batch, ascending.
         modality: [n] int64, into ``MODALITIES``.
         first: [n] int64, the position among these rows of their sequence's first.
@@ -45,11 +45,11 @@ class MixRows:
     prefix: torch.Tensor
 
 
-class MixTables:
-    """Room for ``capacity`` mixes.
+class RouterTables:
+    """Room for ``capacity`` routed adapters.
 
     Args:
-        capacity: mixes that can be loaded at once.
+        capacity: routed adapters that can be loaded at once.
         hidden, vocabulary: of the base model.
         max_rows: decode rows that a captured graph can route; 0 where ATMM's dense kernels do not run.
     """
@@ -67,10 +67,11 @@ class MixTables:
         self.by_modality = zeros(capacity, len(MODALITIES), dtype=torch.int8)
         # [X, 4] int32: members of a learned router (0: routed by table), top_k, whether by prefix, unused.
         self.settings = zeros(capacity, 4, dtype=torch.int32)
-        self.specs: dict[int, MixSpec] = {}
+        self.specs: dict[int, RoutedSpec] = {}
         self.totals = zeros(0, MAX_MEMBERS, dtype=torch.int64)
         self.req_to_token = zeros(0, 0, dtype=torch.int32)
-        # What one decode step changes, in one buffer: the mix of every row; slots and scalings of every mix's members.
+        # What one decode step changes, in one buffer: the routed adapter of every row; slots and scalings of every
+        # routed adapter's members.
         self.max_rows = max_rows
         words = max_rows + 2 * capacity * MAX_MEMBERS
         # In turn: the copy from one may be under way while the scheduler, a step ahead, writes the next.
@@ -84,8 +85,8 @@ class MixTables:
         self.req_to_token = req_to_token
         self.totals = torch.zeros(token_slots, MAX_MEMBERS, dtype=torch.int64, device=self.device)
 
-    def put(self, spec: MixSpec) -> int | None:
-        """Take a mix in; its place, or ``None`` where there is no room."""
+    def put(self, spec: RoutedSpec) -> int | None:
+        """Take a routed adapter in; its place, or ``None`` where there is no room."""
         index = next((i for i in range(self.capacity) if i not in self.specs), None)
         if index is None:
             return None
@@ -105,11 +106,13 @@ class MixTables:
         return index
 
     def remove(self, index: int) -> None:
-        """Forget a mix."""
+        """Forget a routed adapter."""
         del self.specs[index]
 
-    def weights_of(self, part: MixRows, x: torch.Tensor, ids: torch.Tensor, out_slots: torch.Tensor) -> torch.Tensor:
-        """The weight of every member at every row of a mix, [n, members] float32; writes the vote totals.
+    def weights_of(
+        self, part: RoutedRows, x: torch.Tensor, ids: torch.Tensor, out_slots: torch.Tensor
+    ) -> torch.Tensor:
+        """The weight of every member at every row of a routed adapter, [n, members] float32; writes the vote totals.
 
         Args:
             x: [M, hidden] input embeddings of the batch.
@@ -133,17 +136,17 @@ class MixTables:
         return top_weights(totals, part.prefix + place + 1, spec.top_k)
 
     def route_prefill(
-        self, part: MixRows, x: torch.Tensor, ids: torch.Tensor, out_slots: torch.Tensor
+        self, part: RoutedRows, x: torch.Tensor, ids: torch.Tensor, out_slots: torch.Tensor
     ) -> torch.Tensor:
         """What ``weights_of`` does, as kernels."""
-        spec, mix, n = self.specs[part.index], part.index, len(part.rows)
+        spec, routed, n = self.specs[part.index], part.index, len(part.rows)
         members = len(spec.members)
         weights = torch.empty(n, members, dtype=torch.float32, device=x.device)
         blocks = (triton.cdiv(n, prefill.ROWS),)
         if spec.router is None:
             prefill.table_kernel[blocks](
                 weights, part.rows, part.modality, ids, self.by_token, self.by_modality,
-                n, mix, members, self.vocabulary,
+                n, routed, members, self.vocabulary,
                 MODALITIES=len(MODALITIES), MEMBERS=MAX_MEMBERS, ROWS=prefill.ROWS,
             )  # fmt: skip
             return weights
@@ -152,33 +155,33 @@ class MixTables:
         low = torch.empty(splits, n, WIDTH, dtype=torch.float32, device=x.device)
         squares = torch.empty(splits, n, dtype=torch.float32, device=x.device)
         prefill.project_kernel[(triton.cdiv(n, prefill.PROJECT_ROWS), splits)](
-            low, squares, x, part.rows, self.w1, n, mix, x.stride(0),
+            low, squares, x, part.rows, self.w1, n, routed, x.stride(0),
             HIDDEN=self.hidden, WIDTH=WIDTH, ROWS=prefill.PROJECT_ROWS, BLOCK=prefill.PROJECT_BLOCK, PART=size,
         )  # fmt: skip
         by_prefix = spec.router.context == "prefix"
         votes = torch.empty(n, MAX_MEMBERS, dtype=torch.int32, device=x.device) if by_prefix else weights
         prefill.vote_kernel[blocks](
-            votes, low, squares, self.b1, self.w2, self.b2, self.settings, n, mix,
+            votes, low, squares, self.b1, self.w2, self.b2, self.settings, n, routed,
             HIDDEN=self.hidden, WIDTH=WIDTH, MEMBERS=MAX_MEMBERS, ROWS=prefill.ROWS, SPLITS=splits,
             BY_PREFIX=by_prefix,
         )  # fmt: skip
         if by_prefix:
             prefill.prefix_kernel[blocks](
                 weights, votes, part.rows, part.first, part.request, part.prefix, out_slots, self.settings,
-                self.totals, self.req_to_token, n, mix, self.req_to_token.stride(0),
+                self.totals, self.req_to_token, n, routed, self.req_to_token.stride(0),
                 MEMBERS=MAX_MEMBERS, ROWS=prefill.ROWS, CHUNK=prefill.CHUNK,
             )  # fmt: skip
         return weights
 
-    def refresh(self, mixes: Sequence[int], members: Mapping[int, Sequence[tuple[int, float]]]) -> None:
-        """What the next decode step is: the mix of every row, and the (slot, scaling) of each mix's members.
+    def refresh(self, routed: Sequence[int], members: Mapping[int, Sequence[tuple[int, float]]]) -> None:
+        """What the next decode step is: each row's routed adapter, and the (slot, scaling) of the members of each.
 
         One copy from a pinned buffer, on the current stream.
         """
         source = next(self._hosts)
         host = source.numpy()
         host[: self.max_rows] = BASE
-        host[: len(mixes)] = mixes
+        host[: len(routed)] = routed
         slots, scales = self._members(host)
         slots[:] = BASE
         for index, pairs in members.items():
@@ -201,7 +204,7 @@ class MixTables:
         seq_lens: torch.Tensor,
         out_slots: torch.Tensor,
     ) -> None:
-        """Add the members' gates of every row that belongs to a mix; one launch, nothing allocated.
+        """Add the members' gates of every row that belongs to a routed adapter; one launch, nothing allocated.
 
         Args:
             gates: [M, S] float32, ATMM's dense gates, in place.

@@ -1,4 +1,4 @@
-"""A mix as a directory: ``vlora_mix.json``, with ``vlora_router.safetensors`` beside it where the router is learned.
+"""A routed adapter as a directory: ``vlora_routed.json``, and ``vlora_router.safetensors`` if its router is learned.
 
 ::
 
@@ -10,8 +10,8 @@
     {"format": 1, "router": "compositional",
      "adapters": {"acme": {"text": "acme-text", "image": "acme-image"}, "globex": {"text": "globex-text"}}}
 
-Members are names of adapters that are loaded before the mix. A token that no rule names runs on the base model.
-A compositional mix is loaded once per adapter of the request, under a name that ends in ``/acme``.
+Members are names of adapters that are loaded before the routed adapter. A token that no rule names runs on the base
+model. A compositional routed adapter is loaded once per adapter of the request, under a name that ends in ``/acme``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.routed.token_router import CONTEXTS, MAX_MEMBERS, Router
 
-MIX_FILE, ROUTER_FILE = "vlora_mix.json", "vlora_router.safetensors"
+ROUTED_FILE, ROUTER_FILE = "vlora_routed.json", "vlora_router.safetensors"
 MODALITIES = ("text", "image", "video")
 FORMAT = 1
 MAX_TOP_K = 2
@@ -41,8 +41,8 @@ _KEYS = {
 
 
 @dataclass(frozen=True)
-class MixSpec:
-    """One mix, checked.
+class RoutedSpec:
+    """One routed adapter, checked.
 
     Attributes:
         members: adapter names; what the router chooses from.
@@ -67,22 +67,22 @@ class MixSpec:
         return b"".join([text, self.router.context.encode(), *weights])
 
 
-def is_mix(directory: str | Path) -> bool:
-    """Whether a directory holds a mix rather than an adapter."""
-    return (Path(directory) / MIX_FILE).is_file()
+def is_routed(directory: str | Path) -> bool:
+    """Whether a directory holds a routed adapter rather than an adapter."""
+    return (Path(directory) / ROUTED_FILE).is_file()
 
 
-def read_mix(directory: str | Path, name: str, hidden: int, vocabulary: int) -> MixSpec:
-    """Read and check a mix.
+def read_routed(directory: str | Path, name: str, hidden: int, vocabulary: int) -> RoutedSpec:
+    """Read and check a routed adapter.
 
     Args:
-        name: the name it is loaded under; its last part picks the adapter of a compositional mix.
+        name: the name it is loaded under; its last part picks the adapter of a compositional routed adapter.
         hidden, vocabulary: of the base model.
 
     Raises:
         AdapterError: names the file and the key, what was expected and what came.
     """
-    path = Path(directory) / MIX_FILE
+    path = Path(directory) / ROUTED_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -92,7 +92,9 @@ def read_mix(directory: str | Path, name: str, hidden: int, vocabulary: int) -> 
         raise AdapterError(f'{path}: expected "format": {FORMAT} and "router", one of {sorted(_KEYS)}, got {kind!r}')
     unknown = data.keys() - _KEYS[kind] - {"format", "router"}
     if unknown:
-        raise AdapterError(f"{path}: unknown keys {sorted(unknown)}; a {kind} mix has {sorted(_KEYS[kind])}")
+        raise AdapterError(
+            f"{path}: unknown keys {sorted(unknown)}; a {kind} routed adapter has {sorted(_KEYS[kind])}"
+        )
     if kind == "compositional":
         return _compositional(data.get("adapters"), name, path)
     members = data.get("members")
@@ -106,29 +108,29 @@ def read_mix(directory: str | Path, name: str, hidden: int, vocabulary: int) -> 
             raise AdapterError(f"{path}: top_k must be 1 to {min(MAX_TOP_K, len(members))}, got {top_k!r}")
         if context not in CONTEXTS:
             raise AdapterError(f"{path}: context must be one of {CONTEXTS}, got {context!r}")
-        return MixSpec(tuple(members), router=_router(path, hidden, len(members), context), top_k=top_k)
+        return RoutedSpec(tuple(members), router=_router(path, hidden, len(members), context), top_k=top_k)
     ranges = tuple(_range(entry, members, vocabulary, path) for entry in data.get("ranges", []))
-    return MixSpec(tuple(members), ranges, _modalities(data.get("modalities", {}), members, path))
+    return RoutedSpec(tuple(members), ranges, _modalities(data.get("modalities", {}), members, path))
 
 
 def member_names(directory: str | Path, name: str) -> tuple[str, ...]:
-    """The members of a mix that was loaded under ``name``, for bookkeeping; ``read_mix`` is what checks it."""
-    data = json.loads((Path(directory) / MIX_FILE).read_text(encoding="utf-8"))
+    """The members of a routed adapter loaded under ``name``, for bookkeeping; ``read_routed`` checks it."""
+    data = json.loads((Path(directory) / ROUTED_FILE).read_text(encoding="utf-8"))
     if data["router"] == "compositional":
         return tuple(dict.fromkeys(data["adapters"][name.rpartition("/")[2]].values()))
     return tuple(data["members"])
 
 
-def write_mix(directory: str | Path, members: list[str], router: Router, top_k: int = 1) -> None:
-    """Write a learned mix, as ``read_mix`` reads it."""
+def write_routed(directory: str | Path, members: list[str], router: Router, top_k: int = 1) -> None:
+    """Write a learned routed adapter, as ``read_routed`` reads it."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     data = {"format": FORMAT, "router": "learned", "members": members, "top_k": top_k, "context": router.context}
-    (directory / MIX_FILE).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (directory / ROUTED_FILE).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     save_file({n: p.detach().cpu().contiguous() for n, p in router.named_parameters()}, directory / ROUTER_FILE)
 
 
-def _compositional(adapters: Any, name: str, path: Path) -> MixSpec:
+def _compositional(adapters: Any, name: str, path: Path) -> RoutedSpec:
     if not isinstance(adapters, dict) or not adapters:
         raise AdapterError(f"{path}: adapters must map names to their adapters by modality, got {adapters!r}")
     entry = name.rpartition("/")[2]
@@ -140,7 +142,7 @@ def _compositional(adapters: Any, name: str, path: Path) -> MixSpec:
     if not isinstance(table, dict):
         raise AdapterError(f"{path}: adapters[{entry!r}] must map modalities to adapter names, got {table!r}")
     members = list(dict.fromkeys(table.values()))
-    return MixSpec(tuple(members), modalities=_modalities(table, members, path))
+    return RoutedSpec(tuple(members), modalities=_modalities(table, members, path))
 
 
 def _modalities(table: Any, members: list[str], path: Path) -> dict[str, int]:

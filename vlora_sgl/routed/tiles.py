@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""Routed rows into tiles of the grouped kernels, sorted by member tuple; one launch a mix."""
+"""Routed rows into tiles of the grouped kernels, sorted by member tuple; one launch a routed adapter."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""One grouped launch that folds an adapter into all weights it targets, and one that restores them.
+"""One grouped launch that merges an adapter into all weights it targets, and one that restores them.
 
 The switch of V-LoRA section 4.4.1 must fit between two decode steps. Over a 7B model that is 196 matrices, so neither
 a launch per matrix nor a product ``B A`` written to memory first is affordable: here one grid covers every tile of
-every matrix. A static table of addresses says where each matrix, its pristine copy and its adapter slots live; weights
-and slot pools never move, so the table is built once, and an in-place result keeps captured CUDA graphs valid.
+every matrix. A static table of addresses says where each matrix, its copy of the base weights and its adapter slots
+live; weights and slot pools never move, so the table is built once, and an in-place result keeps captured CUDA graphs
+valid.
 
-Traffic is the floor: each weight is read once (from the pristine copy) and written once. A program keeps one tile of
-``A`` and walks down a column of the matrix, so that only ``B`` is re-read, from L2; the next tiles of ``W0`` and ``B``
-are on their way while the product of the present ones runs.
+Traffic is the floor: each weight is read once (from the copy of the base weights) and written once. A program keeps
+    one tile of ``A`` and walks down a column of the matrix, so that only ``B`` is re-read, from L2; the next tiles of
+    ``W0`` and ``B`` are on their way while the product of the present ones runs.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ COLUMNS = 10  # int64 words of the table per target; the kernel names them
 
 
 @dataclass(frozen=True, slots=True)
-class FoldTarget:
-    """One weight matrix, or one slice of a stacked one, that adapters fold into. Shapes are of this rank's shard.
+class MergeTarget:
+    """One weight matrix, or one slice of a stacked one, that adapters merge into. Shapes are of this rank's shard.
 
     Attributes:
         name: full module name and slice, for messages: ``model.layers.0.self_attn.qkv_proj[1]``.
         group: the targets that adapters touch together; a launch covers whole groups.
         weight: ``W``, ``[N, K]``, rows contiguous; written in place.
-        pristine: ``W0``, ``[N, K]`` contiguous, of the weight's type; on the weight's device or in pinned host memory.
+        base_weights: ``W0``, ``[N, K]`` contiguous, of the weight's type; on the weight's device or in pinned host
+            memory.
         lora_a: the module's A pool, ``[slots, slices * max_rank, K]``; an adapter of rank r holds slice i in the rows
             ``[i * r, (i + 1) * r)`` of its slot.
         lora_b: the rows of the module's B pool that belong to this slice, ``[slots, N, max_rank]``.
@@ -42,7 +44,7 @@ class FoldTarget:
     name: str
     group: str
     weight: torch.Tensor
-    pristine: torch.Tensor
+    base_weights: torch.Tensor
     lora_a: torch.Tensor
     lora_b: torch.Tensor
     slice_index: int = 0
@@ -51,14 +53,21 @@ class FoldTarget:
         n, k = self.weight.shape
         if n * max(k, self.lora_b.stride(1)) >= 2**31:
             raise ValueError(f"{self.name}: {n} x {k} has too many elements for 32-bit offsets")
-        if self.pristine.shape != (n, k) or self.lora_a.shape[2] != k or self.lora_b.shape[1] != n:
+        if self.base_weights.shape != (n, k) or self.lora_a.shape[2] != k or self.lora_b.shape[1] != n:
             raise ValueError(
-                f"{self.name}: weight {(n, k)} does not go with pristine {tuple(self.pristine.shape)}, "
+                f"{self.name}: weight {(n, k)} does not go with base weights {tuple(self.base_weights.shape)}, "
                 f"A pool {tuple(self.lora_a.shape)}, B pool {tuple(self.lora_b.shape)}"
             )
-        if {self.pristine.dtype, self.lora_a.dtype, self.lora_b.dtype} != {self.weight.dtype}:
-            raise ValueError(f"{self.name}: weight, pristine copy and pools must have one type, {self.weight.dtype}")
-        strides = (self.weight.stride(), self.pristine.stride(), self.lora_a.stride()[1:], (self.lora_b.stride(2),))
+        if {self.base_weights.dtype, self.lora_a.dtype, self.lora_b.dtype} != {self.weight.dtype}:
+            raise ValueError(
+                f"{self.name}: weight, copy of the base weights and pools must have one type, {self.weight.dtype}"
+            )
+        strides = (
+            self.weight.stride(),
+            self.base_weights.stride(),
+            self.lora_a.stride()[1:],
+            (self.lora_b.stride(2),),
+        )
         if strides != ((k, 1), (k, 1), (k, 1), (1,)):
             raise ValueError(f"{self.name}: rows must be contiguous, got strides {strides}")
 
@@ -168,17 +177,17 @@ def _merge_kernel(
 
 
 class MergeTable:
-    """The static table of all fold targets of one model shard, and the two operations over it.
+    """The static table of all merge targets of one model shard, and the two operations over it.
 
     Args:
-        targets: every foldable matrix; order is free, targets of one group are best adjacent.
+        targets: every mergeable matrix; order is free, targets of one group are best adjacent.
         tile: how the work is cut; the one of ``TILES`` when left out.
 
     Raises:
         ValueError: no targets, or targets on several devices or of several types.
     """
 
-    def __init__(self, targets: Sequence[FoldTarget], tile: MergeTile | None = None) -> None:
+    def __init__(self, targets: Sequence[MergeTarget], tile: MergeTile | None = None) -> None:
         if len({(t.weight.device, t.weight.dtype) for t in targets}) != 1:
             raise ValueError("a merge table needs at least one target, all on one device and of one type")
         self.targets = tuple(targets)
@@ -192,9 +201,9 @@ class MergeTable:
         self._tiles: dict[tuple[frozenset[str], int], torch.Tensor] = {}
 
     @staticmethod
-    def _row(t: FoldTarget) -> list[int]:
+    def _row(t: MergeTarget) -> list[int]:
         n, k = t.weight.shape
-        addresses = [x.data_ptr() for x in (t.weight, t.pristine, t.lora_a, t.lora_b)]
+        addresses = [x.data_ptr() for x in (t.weight, t.base_weights, t.lora_a, t.lora_b)]
         return [*addresses, n, k, t.lora_a.stride(0), t.lora_b.stride(0), t.lora_b.stride(1), t.slice_index]
 
     def _common_alignment(self) -> int:
@@ -209,11 +218,11 @@ class MergeTable:
         return align
 
     def nbytes(self, groups: Iterable[str]) -> int:
-        """Bytes one operation over these groups moves at least: read the pristine weights, write the weights."""
+        """Bytes one operation over these groups moves at least: read the base weights, write the weights."""
         wanted = set(groups)
         return sum(2 * t.weight.numel() * t.weight.element_size() for t in self.targets if t.group in wanted)
 
-    def fold(self, groups: Iterable[str], *, slot: int, rank: int, scaling: float) -> None:
+    def merge(self, groups: Iterable[str], *, slot: int, rank: int, scaling: float) -> None:
         """``W = round(W0 + scaling * B[slot] A[slot])`` for every target of ``groups``, on the current stream.
 
         The sum is taken in float32 in a fixed order, so the same operands give the same bits every time.
@@ -225,7 +234,7 @@ class MergeTable:
         for t in self._members(wanted):
             a, b = t.operands(slot, rank)
             wide = torch.promote_types(t.weight.dtype, torch.float32)
-            t.weight.copy_(t.pristine.to(wide) + scaling * (b.to(wide) @ a.to(wide)))
+            t.weight.copy_(t.base_weights.to(wide) + scaling * (b.to(wide) @ a.to(wide)))
 
     def restore(self, groups: Iterable[str]) -> None:
         """``W = W0``, bit for bit, for every target of ``groups``, on the current stream."""
@@ -234,29 +243,29 @@ class MergeTable:
             self._launch(wanted, slot=0, rank=0, scaling=0.0, restore=True)
             return
         for t in self._members(wanted):
-            t.weight.copy_(t.pristine)
+            t.weight.copy_(t.base_weights)
 
     def warm_up(self, max_rank: int) -> None:
-        """Compile what folds of ranks up to ``max_rank`` run, so that no switch waits for it; weights keep their bits.
+        """Compile what merges of ranks up to ``max_rank`` run, so that no switch waits; weights keep their bits.
 
         Ranks that are no multiple of 16 are compiled at their first switch.
         """
         smallest = [min(self.groups, key=lambda group: self.nbytes([group]))]
         rank = 16
         while rank < 2 * max_rank and self.device.type == "cuda":
-            self.fold(smallest, slot=0, rank=min(rank, max_rank), scaling=0.0)
+            self.merge(smallest, slot=0, rank=min(rank, max_rank), scaling=0.0)
             rank *= 2
         self.restore(smallest)
 
-    def refresh_pristine(self) -> None:
-        """Take the present weights as the pristine ones, after the base model was updated, on the current stream."""
+    def refresh_base(self) -> None:
+        """Take the present weights as the base model's, after the base model was updated, on the current stream."""
         for t in self.targets:
-            t.pristine.copy_(t.weight)
+            t.base_weights.copy_(t.weight)
 
-    def _members(self, groups: frozenset[str]) -> list[FoldTarget]:
+    def _members(self, groups: frozenset[str]) -> list[MergeTarget]:
         unknown = groups - self.groups
         if unknown:
-            raise ValueError(f"no fold targets in groups {sorted(unknown)}; there are {sorted(self.groups)}")
+            raise ValueError(f"no merge targets in groups {sorted(unknown)}; there are {sorted(self.groups)}")
         return [t for t in self.targets if t.group in groups]
 
     def _launch(self, groups: frozenset[str], *, slot: int, rank: int, scaling: float, restore: bool) -> None:

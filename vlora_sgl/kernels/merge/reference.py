@@ -6,7 +6,7 @@ import torch
 
 
 def merge_reference(
-    pristine: torch.Tensor,
+    base_weights: torch.Tensor,
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
     scaling: float,
@@ -14,16 +14,16 @@ def merge_reference(
     """``round(W0 + s B A)``: the sum in float64, rounded once to the weight's type.
 
     Args:
-        pristine: ``W0``, ``[N, K]``.
+        base_weights: ``W0``, ``[N, K]``.
         lora_a: ``[r, K]``.
         lora_b: ``[N, r]``.
         scaling: the adapter's ``s`` (alpha / r, or alpha / sqrt(r) for rsLoRA).
 
     Returns:
-        ``[N, K]`` of the type of ``pristine``.
+        ``[N, K]`` of the type of ``base_weights``.
     """
-    exact = pristine.double() + scaling * (lora_b.double() @ lora_a.double())
-    return exact.to(pristine.dtype)
+    exact = base_weights.double() + scaling * (lora_b.double() @ lora_a.double())
+    return exact.to(base_weights.dtype)
 
 
 def ulp_distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -64,11 +64,11 @@ class QueueState:
         clock: seconds of all iterations so far, by the cost table.
         waiting: requests not started, in order of arrival, as ``visible`` picked them.
         running: requests that hold KV cache, in order of admission; those not in a plan are parked.
-        folded: the adapter folded into the weights.
+        merged: the adapter merged into the weights.
         max_batch: most requests that may run at once, parked ones included.
-        max_adapters: most adapters (base excluded, folded included) that one iteration may use.
+        max_adapters: most adapters (base excluded, merged included) that one iteration may use.
         can_park: whether running requests may be left out of a plan.
-        can_fold: whether an adapter can be folded at all.
+        can_merge: whether an adapter can be merged at all.
         chunked: id of the request in the middle of a chunked prefill; it must be in the plan.
         memory: what ``Policy.remember`` returned last.
         fits: whether adapters hold slots at the same time, where that depends on more than their number.
@@ -77,11 +77,11 @@ class QueueState:
     clock: float
     waiting: Sequence[RequestState]
     running: Sequence[RequestState]
-    folded: AdapterId = None
+    merged: AdapterId = None
     max_batch: int = 32
     max_adapters: int = 8
     can_park: bool = False
-    can_fold: bool = True
+    can_merge: bool = True
     chunked: str | None = None
     memory: Memory = field(default_factory=dict)
     fits: Callable[[set[AdapterId]], bool] | None = None
@@ -133,11 +133,11 @@ class Limits:
             raise ConfigError(f"limits want theta > 0, wait_bound > 0 and 0 <= reserve < 1, got {self}")
 
 
-def mode_of(rows: Iterable[AdapterId], folded: AdapterId) -> InferenceMode:
-    """The mode in which rows run while ``folded`` is in the weights: the weights leave no choice."""
-    if folded is None:
+def mode_of(rows: Iterable[AdapterId], merged: AdapterId) -> InferenceMode:
+    """The mode in which rows run while ``merged`` is in the weights: the weights leave no choice."""
+    if merged is None:
         return InferenceMode.UNMERGED
-    return InferenceMode.MERGED if all(row == folded for row in rows) else InferenceMode.MIXTURE
+    return InferenceMode.MERGED if all(row == merged for row in rows) else InferenceMode.MIXTURE
 
 
 def group_sizes(requests: Iterable[RequestState]) -> Counter[AdapterId]:
@@ -145,18 +145,18 @@ def group_sizes(requests: Iterable[RequestState]) -> Counter[AdapterId]:
     return Counter(r.adapter for r in requests)
 
 
-def largest_group(requests: Iterable[RequestState], folded: AdapterId) -> tuple[AdapterId, int]:
-    """The adapter with the most requests (the base model cannot be folded and does not count), and how many.
+def largest_group(requests: Iterable[RequestState], merged: AdapterId) -> tuple[AdapterId, int]:
+    """The adapter with the most requests (the base model cannot be merged and does not count), and how many.
 
-    Ties go to the folded adapter, then to the one that appears first. ``(None, 0)`` without any adapter.
+    Ties go to the merged adapter, then to the one that appears first. ``(None, 0)`` without any adapter.
     """
     sizes = group_sizes(requests)
     sizes.pop(None, None)
     if not sizes:
         return None, 0
     best = max(sizes.values())
-    if folded is not None and sizes.get(folded) == best:
-        return folded, best
+    if merged is not None and sizes.get(merged) == best:
+        return merged, best
     return next((a, n) for a, n in sizes.items() if n == best)
 
 
@@ -182,8 +182,8 @@ class Policy(ABC):
     def plan(self, state: QueueState) -> BatchPlan:
         """The next iteration; non-empty whenever ``state`` holds a request. Pure: same state, same plan."""
 
-    def remember(self, memory: Memory, prefill: bool, groups: Groups, folded: AdapterId, repeats: int = 1) -> Memory:
-        """What to keep after ``repeats`` iterations over ``groups`` while ``folded`` was in the weights. Pure."""
+    def remember(self, memory: Memory, prefill: bool, groups: Groups, merged: AdapterId, repeats: int = 1) -> Memory:
+        """What to keep after ``repeats`` iterations over ``groups`` while ``merged`` was in the weights. Pure."""
         return memory
 
     def credit(self, request: RequestState, state: QueueState) -> float:
@@ -193,29 +193,29 @@ class Policy(ABC):
         of its time is used up, counting the work that is left.
         """
         waited = state.clock - request.progress
-        execution = self.execution_seconds(request, state.folded)
-        switch = 0.0 if request.adapter == state.folded else self.costs.switch_seconds(state.folded, request.adapter)
+        execution = self.execution_seconds(request, state.merged)
+        switch = 0.0 if request.adapter == state.merged else self.costs.switch_seconds(state.merged, request.adapter)
         credit = CLASS_WEIGHT[request.service] * waited + execution + switch
         if request.deadline is not None:
-            used = state.clock - request.arrived + self.remaining_seconds(request, state.folded)
+            used = state.clock - request.arrived + self.remaining_seconds(request, state.merged)
             credit = max(credit, self.limits.theta * used / (0.5 * request.deadline))
         return credit
 
-    def execution_seconds(self, request: RequestState, folded: AdapterId) -> float:
-        """The request's next iteration, alone, while ``folded`` is in the weights."""
+    def execution_seconds(self, request: RequestState, merged: AdapterId) -> float:
+        """The request's next iteration, alone, while ``merged`` is in the weights."""
         if request.prompt:
-            return self.costs.prefill.seconds({request.adapter: request.prompt}, 0, folded)
-        return self.costs.decode.seconds({request.adapter: 1}, request.context, folded)
+            return self.costs.prefill.seconds({request.adapter: request.prompt}, 0, merged)
+        return self.costs.decode.seconds({request.adapter: 1}, request.context, merged)
 
-    def remaining_seconds(self, request: RequestState, folded: AdapterId) -> float:
-        """All that is left of the request, alone, while ``folded`` is in the weights."""
-        step = self.costs.decode.seconds({request.adapter: 1}, request.context, folded)
-        prefill = self.execution_seconds(request, folded) if request.prompt else 0.0
+    def remaining_seconds(self, request: RequestState, merged: AdapterId) -> float:
+        """All that is left of the request, alone, while ``merged`` is in the weights."""
+        step = self.costs.decode.seconds({request.adapter: 1}, request.context, merged)
+        prefill = self.execution_seconds(request, merged) if request.prompt else 0.0
         return prefill + request.remaining * step
 
 
 def assemble(
-    state: QueueState, order: Sequence[RequestState], folded: AdapterId, only_folded: bool = False
+    state: QueueState, order: Sequence[RequestState], merged: AdapterId, only_merged: bool = False
 ) -> BatchPlan:
     """The plan that runs requests in ``order`` of preference, as far as the batch and the adapter slots go.
 
@@ -225,22 +225,22 @@ def assemble(
     Args:
         state: the queues.
         order: requests that may run, most urgent first.
-        folded: the adapter to be folded during the iteration; dropped if those that must run need its slot.
-        only_folded: leave out every other adapter's requests unless they must run.
+        merged: the adapter to be merged during the iteration; dropped if those that must run need its slot.
+        only_merged: leave out every other adapter's requests unless they must run.
     """
     must = {r.rid for r in state.running} if not state.can_park else set()
     if state.chunked is not None:
         must.add(state.chunked)
     chosen = [r for r in (*state.running, *state.waiting) if r.rid in must]
     taken = {r.rid for r in chosen}
-    only = folded
-    if not state.can_fold or not state.room(adapters_in((r.adapter for r in chosen), folded)):
-        folded = None
-    adapters = set(adapters_in((r.adapter for r in chosen), folded))
+    only = merged
+    if not state.can_merge or not state.room(adapters_in((r.adapter for r in chosen), merged)):
+        merged = None
+    adapters = set(adapters_in((r.adapter for r in chosen), merged))
     running = {r.rid for r in state.running}
     free = state.max_batch - len(running) - sum(rid not in running for rid in must)
     for request in order:
-        if request.rid in taken or (only_folded and request.adapter != only):
+        if request.rid in taken or (only_merged and request.adapter != only):
             continue
         admitted = request.rid not in running
         if admitted and free <= 0:
@@ -252,11 +252,11 @@ def assemble(
         free -= admitted
         taken.add(request.rid)
         chosen.append(request)
-    if not chosen and folded is not None and not only_folded:
-        # The folded adapter, though nobody asks for it, holds the slot that the others need.
-        return assemble(state, order, folded=None)
-    mode = mode_of((r.adapter for r in chosen), folded)
-    return BatchPlan(tuple(r.rid for r in chosen), mode, folded)
+    if not chosen and merged is not None and not only_merged:
+        # The merged adapter, though nobody asks for it, holds the slot that the others need.
+        return assemble(state, order, merged=None)
+    mode = mode_of((r.adapter for r in chosen), merged)
+    return BatchPlan(tuple(r.rid for r in chosen), mode, merged)
 
 
 def check_plan(state: QueueState, plan: BatchPlan) -> None:
@@ -271,5 +271,5 @@ def check_plan(state: QueueState, plan: BatchPlan) -> None:
     assert state.chunked is None or state.chunked in plan.requests, "a chunked prefill is left out"
     need = adapters_in((r.adapter for r in rows), plan.merged_adapter)
     assert state.room(need), "more adapters than slots"
-    assert state.can_fold or plan.merged_adapter is None, "nothing can be folded"
+    assert state.can_merge or plan.merged_adapter is None, "nothing can be merged"
     assert plan.mode is mode_of((r.adapter for r in rows), plan.merged_adapter), "the mode contradicts the rows"

@@ -2,17 +2,17 @@
 
 Four decisions, each from seconds of the table:
 
-1. *Which adapter to fold.* A metrical task system: staying in the wrong fold costs a little every iteration, changing
-   it costs a switch. The memory holds, per adapter, the seconds that recent iterations would have saved with it folded
-   (a one-sided sum, never below zero). When that sum, plus what the known work will save, exceeds the price of the
-   switch there and back, switch. It needs no forecast of the traffic, and what it can lose against the best fixed fold
-   is a small multiple of the switches made.
+1. *Which adapter to merge.* A metrical task system: staying in the wrong merge costs a little every iteration,
+   changing it costs a switch. The memory holds, per adapter, the seconds that recent iterations would have saved with
+   it merged (a one-sided sum, never below zero). When that sum, plus what the known work will save, exceeds the price
+   of the switch there and back, switch. It needs no forecast of the traffic, and what it can lose against the best
+   fixed merge is a small multiple of the switches made.
 2. *Whom to admit.* The realtime class and deadlines at risk first, by due time; then one starving request of each
    adapter that has none running; then arrival. (Letting every starving request jump the queue would only fill the
    batch with more adapters when load is highest.) A request that starves for want of an adapter slot closes the door
    to other adapters' requests (the hot one's last) until a slot drains.
 3. *When to admit.* A prefill costs a fixed time that all rows wait for, so admissions are gathered (``gathers``).
-4. *Whether to park.* Running only the folded adapter's n_m of n rows is faster per iteration and idles the others. The
+4. *Whether to park.* Running only the merged adapter's n_m of n rows is faster per iteration and idles the others. The
    sum of completion times falls only if ``n_m / t_merged > n / t_mixture``; then the others sit out a number of
    iterations that minimises ``(f t_mixture + (1 - f) t_merged) (h + (1 - h) / f)``, h = n_m / n, over the fraction f
    in which they run.
@@ -42,7 +42,7 @@ SWITCH_FACTOR = 3.0
 """How many times its price a switch must have paid back; over 1, so that traffic without a favourite does not flap."""
 
 CANDIDATES = 4
-"""Adapters considered for folding in one decision, the largest groups first: bounds the work of a decision."""
+"""Adapters considered for merging in one decision, the largest groups first: bounds the work of a decision."""
 
 
 class CostPolicy(Policy):
@@ -51,19 +51,19 @@ class CostPolicy(Policy):
     name = "cost"
 
     def plan(self, state: QueueState) -> BatchPlan:
-        """Choose the fold, then the order of admission, then whether to park."""
-        folded = self.choose_fold(state)
-        rows = self.rows_to_run(state, folded)
-        late = [] if self.gathers(state, folded) else self.admission_order(state, folded)
-        return assemble(state, (*rows, *late), folded)
+        """Choose the merge, then the order of admission, then whether to park."""
+        merged = self.choose_merge(state)
+        rows = self.rows_to_run(state, merged)
+        late = [] if self.gathers(state, merged) else self.admission_order(state, merged)
+        return assemble(state, (*rows, *late), merged)
 
-    def remember(self, memory: Memory, prefill: bool, groups: Groups, folded: AdapterId, repeats: int = 1) -> Memory:
-        """Add to each candidate's sum what these iterations would have saved with it folded."""
+    def remember(self, memory: Memory, prefill: bool, groups: Groups, merged: AdapterId, repeats: int = 1) -> Memory:
+        """Add to each candidate's sum what these iterations would have saved with it merged."""
         phase = self.costs.prefill if prefill else self.costs.decode
-        now = phase.lora_seconds(groups, folded)
+        now = phase.lora_seconds(groups, merged)
         absent = now - phase.lora_seconds(groups, "\0absent")
         sums: Memory = {}
-        for adapter in {*memory, *groups, None} - {folded}:
+        for adapter in {*memory, *groups, None} - {merged}:
             saved = absent
             if adapter is None or adapter in groups:
                 saved = now - phase.lora_seconds(groups, adapter)
@@ -71,23 +71,23 @@ class CostPolicy(Policy):
                 sums[adapter] = total
         return sums
 
-    def choose_fold(self, state: QueueState) -> AdapterId:
-        """The adapter to have folded next."""
+    def choose_merge(self, state: QueueState) -> AdapterId:
+        """The adapter to have merged next."""
         decode: Counter[AdapterId] = group_sizes(state.running)
         prefill: Counter[AdapterId] = Counter()
         for r in state.waiting[: max(0, state.max_batch - len(state.running))]:
             prefill[r.adapter] += r.prompt
             decode[r.adapter] += 1
         names: list[AdapterId] = [a for a, _ in decode.most_common(CANDIDATES) if a is not None]
-        names += [a for a in (None, state.folded) if a not in names]
-        best, best_gain = state.folded, 0.0
-        now = self._known_seconds(decode, prefill, state.folded)
+        names += [a for a in (None, state.merged) if a not in names]
+        best, best_gain = state.merged, 0.0
+        now = self._known_seconds(decode, prefill, state.merged)
         for adapter in names:
-            if adapter == state.folded:
+            if adapter == state.merged:
                 continue
             gain = state.memory.get(adapter, 0.0) + now - self._known_seconds(decode, prefill, adapter)
             price = SWITCH_FACTOR * (
-                self.costs.switch_seconds(state.folded, adapter) + self.costs.switch_seconds(adapter, state.folded)
+                self.costs.switch_seconds(state.merged, adapter) + self.costs.switch_seconds(adapter, state.merged)
             )
             if gain - price > best_gain:
                 best, best_gain = adapter, gain - price
@@ -95,13 +95,13 @@ class CostPolicy(Policy):
             return None  # nobody in sight asks for it, and its slot is needed
         return best
 
-    def _known_seconds(self, decode: Groups, prefill: Groups, folded: AdapterId) -> float:
-        """What adapters add to the work in sight while ``folded`` is in the weights."""
-        return self.costs.prefill.lora_seconds(prefill, folded) + LOOKAHEAD * self.costs.decode.lora_seconds(
-            decode, folded
+    def _known_seconds(self, decode: Groups, prefill: Groups, merged: AdapterId) -> float:
+        """What adapters add to the work in sight while ``merged`` is in the weights."""
+        return self.costs.prefill.lora_seconds(prefill, merged) + LOOKAHEAD * self.costs.decode.lora_seconds(
+            decode, merged
         )
 
-    def gathers(self, state: QueueState, folded: AdapterId) -> bool:
+    def gathers(self, state: QueueState, merged: AdapterId) -> bool:
         """Whether admissions wait, so that one prefill serves several requests.
 
         A prefill takes ``F`` seconds whatever it holds, and all n rows wait for it. Where places are short, one that
@@ -122,7 +122,7 @@ class CostPolicy(Policy):
         prefill = self.costs.prefill
         fixed = prefill.fixed + prefill.lora_enabled + prefill.lora_fixed
         context = sum(r.context for r in state.running)
-        step = self.costs.decode.seconds(groups, context, folded)
+        step = self.costs.decode.seconds(groups, context, merged)
         length = sum(r.generated + r.remaining for r in state.running) / rows
         best = min(rows * sqrt(2 * fixed / (length * step)), state.max_batch / 4)
         if len(state.waiting) > free:
@@ -139,7 +139,7 @@ class CostPolicy(Policy):
             return True
         return state.clock - request.progress > 0.5 * self.limits.wait_bound
 
-    def admission_order(self, state: QueueState, folded: AdapterId) -> list[RequestState]:
+    def admission_order(self, state: QueueState, merged: AdapterId) -> list[RequestState]:
         """Waiting requests that may be admitted, most urgent first."""
         running = group_sizes(state.running)
         urgent: list[tuple[float, int, RequestState]] = []
@@ -157,12 +157,12 @@ class CostPolicy(Policy):
         first = [*(r for _, _, r in sorted(urgent, key=lambda u: u[:2])), *idle]
         order = [*first, *rest]
         used = set(running) - {None}
-        held = used | ({folded} - {None})
+        held = used | ({merged} - {None})
         kept_out = {r.adapter for r in first if r.adapter not in held and not state.room({*held, r.adapter})}
         if kept_out:
             # Adapters leave their slots only as their rows finish: admit nobody whose adapter is to leave. The hottest
             # may stay, unless it holds the very slot that is needed.
-            hot, _ = largest_group((*state.running, *state.waiting), folded)
+            hot, _ = largest_group((*state.running, *state.waiting), merged)
             stays = {hot} if all(state.room({hot, adapter}) for adapter in kept_out) else set()
             leaving = used - stays or used
             order = [r for r in order if r.adapter not in leaving]
@@ -180,18 +180,18 @@ class CostPolicy(Policy):
             admitted.append(r)
         return admitted
 
-    def rows_to_run(self, state: QueueState, folded: AdapterId) -> list[RequestState]:
+    def rows_to_run(self, state: QueueState, merged: AdapterId) -> list[RequestState]:
         """Running requests that decode next, most urgent first."""
         rows = sorted(state.running, key=lambda r: (r.progress, r.arrival))
-        if not state.can_park or folded is None:
+        if not state.can_park or merged is None:
             return rows
-        mine = [r for r in rows if r.adapter == folded]
-        others = [r for r in rows if r.adapter != folded]
+        mine = [r for r in rows if r.adapter == merged]
+        others = [r for r in rows if r.adapter != merged]
         if not mine or not others or any(r.deadline is not None for r in others):
             return rows
         context = sum(r.context for r in rows)
-        mixed = self.costs.decode.seconds(group_sizes(rows), context, folded)
-        alone = self.costs.decode.seconds({folded: len(mine)}, sum(r.context for r in mine), folded)
+        mixed = self.costs.decode.seconds(group_sizes(rows), context, merged)
+        alone = self.costs.decode.seconds({merged: len(mine)}, sum(r.context for r in mine), merged)
         share = len(mine) / len(rows)
         if share * mixed <= alone:
             return rows

@@ -42,9 +42,9 @@ class Fit:
 def features(row: Mapping[str, Any]) -> list[float]:
     """One row of the design matrix: what each of ``COLUMNS`` and ``SWITCHES`` is multiplied by."""
     groups: Groups = {adapter or None: tokens for adapter, tokens in row["groups"].items()}
-    folded: AdapterId = row["folded"]
-    pairs, slots, undone = lora_work(groups, folded)
-    switched = row["before"] != folded
+    merged: AdapterId = row["merged"]
+    pairs, slots, undone = lora_work(groups, merged)
+    switched = row["before"] != merged
     return [
         1.0,
         float(sum(groups.values())),
@@ -53,8 +53,8 @@ def features(row: Mapping[str, Any]) -> list[float]:
         float(slots),
         float(pairs),
         float(undone),
-        float(switched and folded is not None),
-        float(switched and folded is None),
+        float(switched and merged is not None),
+        float(switched and merged is None),
     ]
 
 

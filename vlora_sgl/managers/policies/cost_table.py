@@ -22,18 +22,18 @@ Groups = Mapping[AdapterId, int]
 """Tokens that an iteration runs through the linear layers, by adapter (``None``: the base model)."""
 
 
-def lora_work(groups: Groups, folded: AdapterId) -> tuple[int, int, int]:
-    """What applying the adapters of an iteration takes while ``folded`` is in the weights.
+def lora_work(groups: Groups, merged: AdapterId) -> tuple[int, int, int]:
+    """What applying the adapters of an iteration takes while ``merged`` is in the weights.
 
     Returns:
         The (slot, weight) pairs summed over the tokens, the distinct slots read, and the adapters (the base model
-        included) whose rows take the folded one out again.
+        included) whose rows take the merged one out again.
     """
     pairs = slots = undone = 0
     for adapter, tokens in groups.items():
-        if adapter == folded or not tokens:
+        if adapter == merged or not tokens:
             continue
-        if folded is not None:
+        if merged is not None:
             pairs += tokens
             undone += 1
         if adapter is not None:
@@ -61,7 +61,7 @@ class PhaseCosts:
         lora_fixed: the operator's launches.
         lora_per_slot: per distinct adapter whose weights are read.
         lora_per_pair: per token and adapter applied to it.
-        lora_per_undo: per adapter of which the rows subtract the folded one.
+        lora_per_undo: per adapter of which the rows subtract the merged one.
     """
 
     fixed: float
@@ -79,22 +79,22 @@ class PhaseCosts:
         if bad:
             raise ConfigError(f"cost coefficients must be seconds >= 0, got {bad}")
 
-    def lora_seconds(self, groups: Groups, folded: AdapterId) -> float:
-        """What applying the adapters adds to one iteration while ``folded`` is in the weights."""
-        pairs, slots, undone = lora_work(groups, folded)
+    def lora_seconds(self, groups: Groups, merged: AdapterId) -> float:
+        """What applying the adapters adds to one iteration while ``merged`` is in the weights."""
+        pairs, slots, undone = lora_work(groups, merged)
         if not pairs:
             return 0.0
         return self.lora_fixed + self.lora_per_slot * slots + self.lora_per_pair * pairs + self.lora_per_undo * undone
 
-    def seconds(self, groups: Groups, context: float, folded: AdapterId) -> float:
-        """One iteration over ``groups`` while ``folded`` is in the weights."""
+    def seconds(self, groups: Groups, context: float, merged: AdapterId) -> float:
+        """One iteration over ``groups`` while ``merged`` is in the weights."""
         tokens = sum(groups.values())
         return (
             self.fixed
             + self.lora_enabled
             + (self.per_token + self.lora_enabled_per_token) * tokens
             + self.per_context * context
-            + self.lora_seconds(groups, folded)
+            + self.lora_seconds(groups, merged)
         )
 
 
@@ -108,8 +108,8 @@ class CostTable:
         operator: the LoRA operator: ``atmm``, ``csgmv``, …
         prefill: iterations that prefill.
         decode: iterations that decode.
-        merge: seconds to fold an adapter, from pristine weights or over another one (one pass either way).
-        unmerge: seconds to restore the pristine weights.
+        merge: seconds to merge an adapter, from base weights or over another one (one pass either way).
+        unmerge: seconds to restore the base weights.
         load_host: seconds to copy one adapter from host memory to a device slot.
         load_disk: seconds to bring one adapter from disk to host memory.
         provenance: where the numbers come from.
@@ -131,9 +131,9 @@ class CostTable:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be seconds >= 0, got {getattr(self, name)!r}")
 
-    def switch_seconds(self, folded: AdapterId, target: AdapterId) -> float:
-        """Seconds to go from ``folded`` in the weights to ``target`` in them (``None``: pristine)."""
-        if folded == target:
+    def switch_seconds(self, merged: AdapterId, target: AdapterId) -> float:
+        """Seconds to go from ``merged`` in the weights to ``target`` in them (``None``: the base weights)."""
+        if merged == target:
             return 0.0
         return self.unmerge if target is None else self.merge
 

@@ -17,11 +17,11 @@ class DLoraPolicy(Policy):
     def plan(self, state: QueueState) -> BatchPlan:
         """Merged and alone, or unmerged and first come, first served."""
         requests = (*state.running, *state.waiting)
-        hot, count = largest_group(requests, state.folded)
+        hot, count = largest_group(requests, state.merged)
         starving = [r for r in requests if state.clock - r.progress > self.limits.theta]
         others_run = not state.can_park and any(r.adapter != hot for r in state.running)
-        if state.can_fold and 2 * count > len(requests) and not starving and not others_run:
-            plan = assemble(state, requests, hot, only_folded=True)
+        if state.can_merge and 2 * count > len(requests) and not starving and not others_run:
+            plan = assemble(state, requests, hot, only_merged=True)
             if plan.requests:
                 return plan
-        return assemble(state, (*starving, *requests), folded=None)
+        return assemble(state, (*starving, *requests), merged=None)

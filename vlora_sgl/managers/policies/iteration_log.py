@@ -1,10 +1,10 @@
 """What each iteration ran and how long it took, one JSON object a line: ``vlora_sgl.measure_costs`` fits costs to it.
 
     {"costs": {…}}                                          # first: the cost table that the engine plans by
-    {"prefill": false, "groups": {"a": 4, "": 1}, "context": 1310.0, "before": null, "folded": "a", "mode": "mixture",
+    {"prefill": false, "groups": {"a": 4, "": 1}, "context": 1310.0, "before": null, "merged": "a", "mode": "mixture",
      "seconds": 0.0079, "expected": 0.0075, "end": 12.81}
 
-``groups`` holds tokens by adapter id (the base model's under ""), ``before`` and ``folded`` the folded adapter before
+``groups`` holds tokens by adapter id (the base model's under ""), ``before`` and ``merged`` the merged adapter before
 and during the iteration. ``seconds`` is the time to its result since the result before it, or since its launch where
 the engine was idle; where launches overlap with computation, the sum over a busy stretch is exact, the share of one
 iteration is not. ``expected`` is the cost table's.
@@ -32,8 +32,8 @@ class Iteration:
         prefill: whether it was a prefill.
         groups: tokens by adapter.
         context: what ``PhaseCosts.per_context`` counts: attended pairs in prefill, cached tokens in decode.
-        before: the adapter folded until then.
-        folded: the adapter folded during it.
+        before: the adapter merged until then.
+        merged: the adapter merged during it.
         mode: the mode it ran in.
         expected: seconds by the planner's cost table, the switch included.
     """
@@ -42,7 +42,7 @@ class Iteration:
     groups: Groups
     context: float
     before: AdapterId
-    folded: AdapterId
+    merged: AdapterId
     mode: InferenceMode
     expected: float
 
@@ -78,7 +78,7 @@ class IterationLog:
             "groups": {adapter or "": tokens for adapter, tokens in iteration.groups.items()},
             "context": iteration.context,
             "before": iteration.before,
-            "folded": iteration.folded,
+            "merged": iteration.merged,
             "mode": str(iteration.mode),
             "seconds": round(now - max(start, self._last), 6),
             "expected": round(iteration.expected, 6),

@@ -18,14 +18,14 @@ class VLoraPolicy(Policy):
         """Lines 2 to 16; requests of the largest group first, the starving before them."""
         requests = (*state.running, *state.waiting)
         starving = [r for r in requests if self.credit(r, state) > self.limits.theta]  # line 2
-        hot, count = largest_group(requests, state.folded)  # line 4
+        hot, count = largest_group(requests, state.merged)  # line 4
         group = [r for r in requests if r.adapter == hot] if hot is not None else []
         size = min(state.max_batch, len(requests))
-        if state.can_fold and 2 * len(starving) <= size and 2 * count > size:  # line 5
+        if state.can_merge and 2 * len(starving) <= size and 2 * count > size:  # line 5
             if not starving:  # lines 6-8
-                plan = assemble(state, group, hot, only_folded=True)
+                plan = assemble(state, group, hot, only_merged=True)
             else:  # lines 10-12
                 plan = assemble(state, (*starving, *group), hot)
             if plan.requests:
                 return plan
-        return assemble(state, (*starving, *requests), folded=None)  # lines 14-15
+        return assemble(state, (*starving, *requests), merged=None)  # lines 14-15

@@ -20,6 +20,6 @@ def adapters() -> dict[str, Path]:
     return {p.parent.name: p.parent for p in sorted((_HERE / "adapters").glob("*/adapter_config.json"))}
 
 
-def mix() -> Path:
-    """The directory of a learned mix over the adapters that start at the first token (docs/routed.md)."""
-    return _HERE / "mix"
+def routed() -> Path:
+    """The directory of a learned routed adapter over the adapters that start at the first token (docs/routed.md)."""
+    return _HERE / "routed"
