@@ -6,8 +6,8 @@
     python -m benchmarks.serving.bench_reuse --tiny --summary /tmp/summary.json  # the same on a laptop: a check
 
 - ``reuse.shared8_ttft_ratio``: mean time to first token of 8 requests, one adapter each, about one image of 1,024
-  tokens that is new to the server: adapters from the first token on (KV invocation starts per adapter), over adapters
-      that activate behind the image (one KV for all). Both in our server.
+  tokens that is new to the server: adapters from the first token on (KV forks per adapter), over adapters
+  that activate behind the image (one KV for all). Both in our server.
 - ``reuse.shared8_image_tokens_computed``: image tokens computed for those 8 activated ones, over the image's.
 - ``reuse.shared8_ttft_vs_sglang``: the same requests, stock SGLang over our activated adapters.
 - ``reuse.round2_image_tokens_computed``: image tokens that the second round of a conversation computes, by the

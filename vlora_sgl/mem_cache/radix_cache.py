@@ -37,7 +37,7 @@ _IMAGE_BIT = 1 << 35
 _ADAPTER_SHIFT = 36
 _ADAPTERS = 1 << 27
 NEVER = 1 << 40
-"""The invocation start of a request that its adapter's activation sequence does not occur in."""
+"""The invocation start of a request that its adapter's invocation sequence does not occur in."""
 
 
 class Numbering:

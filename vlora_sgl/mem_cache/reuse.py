@@ -84,8 +84,8 @@ class PrefixReuse(Base):
     def place_invocations(self, batch: Any) -> list[AdapterId]:
         """Tell the LoRA manager where each row's adapter starts; return all that the batch runs, the base if it does.
 
-        A batch of one adapter with a invocation start inside is no batch of one adapter: a merged adapter must be
-            taken out of the rows before the invocation start.
+        A batch of one adapter with an invocation start inside is no batch of one adapter: a merged adapter must be
+        taken out of the rows before the invocation start.
         """
         adapters = [req.lora_id for req in batch.reqs]
         self.lora_manager.invocation_starts = []

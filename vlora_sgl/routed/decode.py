@@ -54,7 +54,7 @@ def route_decode_kernel(
     """One program per row; rows of no routed adapter return at once.
 
     Shapes: gates [M, S]; x [M, HIDDEN]; row_routed [M]; member_slots, member_scales [X, MEMBERS]; w1 [X, HIDDEN,
-        WIDTH]; w2 [X, MEMBERS, WIDTH]; by_token [X, vocabulary]; settings [X, 4]; totals [slots, MEMBERS].
+    WIDTH]; w2 [X, MEMBERS, WIDTH]; by_token [X, vocabulary]; settings [X, 4]; totals [slots, MEMBERS].
     """
     row = tl.program_id(0)
     routed = tl.load(row_routed + row)

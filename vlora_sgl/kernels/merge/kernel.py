@@ -7,8 +7,8 @@ live; weights and slot pools never move, so the table is built once, and an in-p
 valid.
 
 Traffic is the floor: each weight is read once (from the copy of the base weights) and written once. A program keeps
-    one tile of ``A`` and walks down a column of the matrix, so that only ``B`` is re-read, from L2; the next tiles of
-    ``W0`` and ``B`` are on their way while the product of the present ones runs.
+one tile of ``A`` and walks down a column of the matrix, so that only ``B`` is re-read, from L2; the next tiles of
+``W0`` and ``B`` are on their way while the product of the present ones runs.
 """
 
 from __future__ import annotations
