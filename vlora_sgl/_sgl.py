@@ -132,6 +132,24 @@ NAMES: dict[str, str] = {
     "EMBEDDING_NAMES": "sglang.srt.lora.utils:EMBEDDING_NAMES",
     "get_target_module_name": "sglang.srt.lora.utils:get_target_module_name",
     "register_lora_backend": "sglang.srt.lora.backend.lora_registry:register_lora_backend",
+    # objects that we read, as `_sgl_types` describes them
+    "TokenizedGenerateReqInput": "sglang.srt.managers.io_struct:TokenizedGenerateReqInput",
+    "SamplingParams": "sglang.srt.sampling.sampling_params:SamplingParams",
+    "Modality": "sglang.srt.managers.schedule_batch:Modality",
+    "MultimodalDataItem": "sglang.srt.managers.schedule_batch:MultimodalDataItem",
+    "MultimodalInputs": "sglang.srt.managers.schedule_batch:MultimodalInputs",
+    "Req": "sglang.srt.managers.schedule_batch:Req",
+    "Range": "sglang.srt.utils.common:Range",
+    "ForwardMode": "sglang.srt.model_executor.forward_batch_info:ForwardMode",
+    "ForwardBatch": "sglang.srt.model_executor.forward_batch_info:ForwardBatch",
+    "ScheduleBatch": "sglang.srt.managers.schedule_batch:ScheduleBatch",
+    "LogitsProcessorOutput": "sglang.srt.layers.logits_processor:LogitsProcessorOutput",
+    "GenerationBatchResult": "sglang.srt.managers.utils:GenerationBatchResult",
+    "LoRALayer": "sglang.srt.lora.lora:LoRALayer",
+    "TreeNode": "sglang.srt.mem_cache.radix_cache:TreeNode",
+    "TreeCacheBuildContext": "sglang.srt.mem_cache.registry:TreeCacheBuildContext",
+    "MatchResult": "sglang.srt.mem_cache.base_prefix_cache:MatchResult",
+    "InsertResult": "sglang.srt.mem_cache.base_prefix_cache:InsertResult",
 }
 
 # Methods we override or call -> the parameters they must have (in this order; more may follow).

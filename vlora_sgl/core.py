@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
+
+JsonDict = dict[str, Any]
+"""A JSON object: what a request's body, an answer or a settings file says."""
 
 AdapterId = str | None
 """Identity of an adapter inside the engine. ``None`` is the base model, which counts as an adapter everywhere."""
