@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from vlora_sgl import defaults, server_args
+from vlora_sgl import defaults
+from vlora_sgl.defaults import UNSUPPORTED, refuse_unsupported
 from vlora_sgl.errors import ConfigError
+from vlora_sgl.managers.policies import POLICIES
 from vlora_sgl.server_args import (
     ENVIRONMENT_VARIABLE,
-    UNSUPPORTED,
+    POLICY_NAMES,
     VLoraArgs,
     changed_while_serving,
     option_string,
-    refuse_unsupported,
     split_argv,
 )
 
@@ -44,6 +45,16 @@ def test_settings_survive_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert VLoraArgs.from_environment() == settings
 
 
+def test_settings_are_parsed_once_and_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, '{"policy": "merged"}')
+    first = VLoraArgs.from_environment()
+    assert VLoraArgs.from_environment() is first and first.policy == "merged"
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, '{"policy": "vlora"}')
+    assert VLoraArgs.from_environment().policy == "vlora"
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE)
+    assert VLoraArgs.from_environment() == VLoraArgs()
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"nobody": 1}', "[1]"])
 def test_a_foreign_environment_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=ENVIRONMENT_VARIABLE):
@@ -53,6 +64,27 @@ def test_a_foreign_environment_is_refused(text: str) -> None:
 def test_a_wrong_value_names_its_flag_and_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"--vlora-mode must be one of auto, unmerged, merged, mixture; got 'fast'"):
         VLoraArgs(mode="fast")
+
+
+def test_a_policy_is_a_name_or_an_import_path() -> None:
+    assert set(POLICY_NAMES) == set(POLICIES)
+    assert split_argv(["--vlora-policy", "some.module:Class"])[0].policy == "some.module:Class"
+    with pytest.raises(ConfigError, match="must be one of cost, vlora, unmerged, merged, or module:Class; got 'fifo'"):
+        VLoraArgs(policy="fifo")
+
+
+def test_a_policy_that_cannot_be_imported_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, '{"policy": "nowhere.at_all:Class"}')
+    with pytest.raises(ConfigError, match=r"expected module:Class that can be imported, got 'nowhere.at_all:Class'"):
+        refuse_unsupported(sglang_settings())
+
+
+def test_a_running_server_imports_no_policy_that_it_was_not_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = {"vlora_policy:some.module:Class": 1}
+    with pytest.raises(ConfigError, match="a running server takes cost, vlora"):
+        changed_while_serving(VLoraArgs(), change)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, '{"policy": "some.module:Class"}')
+    assert changed_while_serving(VLoraArgs(policy="cost"), change).policy == "some.module:Class"
 
 
 def test_settings_are_frozen() -> None:
@@ -95,10 +127,10 @@ def test_what_works_is_let_through(algorithm: str | None) -> None:
 
 
 def test_a_grammar_backend_that_kills_the_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_args, "is_plain_cpu", lambda: True)
+    monkeypatch.setattr(defaults, "is_plain_cpu", lambda: True)
     with pytest.raises(ConfigError, match="--grammar-backend=xgrammar does not work on a plain CPU"):
         refuse_unsupported(sglang_settings(grammar_backend="xgrammar"))
-    monkeypatch.setattr(server_args, "is_plain_cpu", lambda: False)
+    monkeypatch.setattr(defaults, "is_plain_cpu", lambda: False)
     refuse_unsupported(sglang_settings(grammar_backend="xgrammar"))
 
 

@@ -1,12 +1,16 @@
-"""SGLang settings that we choose when the user did not."""
+"""SGLang settings that we choose when the user did not, and those that we refuse."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from vlora_sgl.errors import ConfigError
 from vlora_sgl.lora.exported import adapter_options
+from vlora_sgl.managers.policies import policy_class
 from vlora_sgl.platforms.cpu import is_plain_cpu
+from vlora_sgl.server_args import VLoraArgs
 from vlora_sgl.startup import imports
 
 # Everywhere: models that see are what this package is for; a start prints what a user needs.
@@ -65,3 +69,36 @@ def settle(server_args: Any) -> Any:
     if server_args.tp_size > 1 and server_args.cuda_graph_backend_prefill is None:
         server_args.cuda_graph_config.prefill.backend = "disabled"
     return server_args
+
+
+# What we refuse, by the ServerArgs field, the value that is fine, and why.
+UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
+    ("pp_size", 1, "pipeline parallelism: its ranks do not see one plan"),
+    ("disaggregation_mode", "null", "prefill/decode disaggregation: its loops bypass the mode switch"),
+    ("tokenizer_worker_num", 1, "several tokenizer workers: SGLang starts them without plugins"),
+    ("use_ray", False, "the Ray launcher: it bypasses our processes"),
+    ("enable_dp_attention", False, "data-parallel attention: its ranks must run the same collectives in every mode"),
+)
+
+
+def refuse_unsupported(server_args: Any) -> None:
+    """Refuse, by name, the SGLang settings that would bypass us, and a policy that cannot be imported.
+
+    Raises:
+        ConfigError: names the first such setting, its value and the reason.
+    """
+    policy_class(VLoraArgs.from_environment().policy)
+    for name, fine, reason in UNSUPPORTED:
+        value = getattr(server_args, name, fine)
+        if value != fine and value is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} is not supported: {reason}")
+    speculative = getattr(server_args, "speculative_algorithm", None)
+    if speculative not in (None, "NGRAM"):
+        raise ConfigError(f"--speculative-algorithm={speculative} is not supported with adapters: only NGRAM is")
+    if getattr(server_args, "grammar_backend", None) == "xgrammar" and is_plain_cpu():
+        raise ConfigError(
+            "--grammar-backend=xgrammar does not work on a plain CPU: its masks pin memory, and the first "
+            "request with a grammar would end the server; leave it out (llguidance is used)"
+        )
+    if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
+        raise ConfigError("SGLANG_RUST_SERVER is not supported: it serves requests without our tokenizer manager")

@@ -15,9 +15,9 @@ if not has_accelerator():
     processes.start_fork_server()
 
 from vlora_sgl import _sgl, plugin
-from vlora_sgl.defaults import engine_defaults, settle
+from vlora_sgl.defaults import engine_defaults, refuse_unsupported, settle
 from vlora_sgl.heads.asking import AsksHeads
-from vlora_sgl.server_args import VLoraArgs, refuse_unsupported
+from vlora_sgl.server_args import VLoraArgs
 from vlora_sgl.startup import imports
 
 quiet.silence()

@@ -13,7 +13,7 @@ from typing import Any
 
 from vlora_sgl.errors import VLoraError
 from vlora_sgl.platforms.cpu import has_accelerator
-from vlora_sgl.server_args import VLoraArgs, refuse_unsupported, split_argv
+from vlora_sgl.server_args import VLoraArgs, split_argv
 from vlora_sgl.startup import imports, processes
 
 
@@ -31,7 +31,7 @@ def prepare(argv: Sequence[str]) -> Any:
         processes.fork_from_here()
     processes.import_engine()
     from vlora_sgl import _sgl, plugin
-    from vlora_sgl.defaults import command_line_defaults, settle
+    from vlora_sgl.defaults import command_line_defaults, refuse_unsupported, settle
 
     plugin.verify()
     server_args = settle(_sgl.prepare_server_args([*command_line_defaults(rest, ours.slot_ranks), *rest]))

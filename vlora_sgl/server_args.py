@@ -12,13 +12,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from vlora_sgl.core import InferenceMode
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.platforms.cpu import is_plain_cpu
 
 ENVIRONMENT_VARIABLE = "VLORA_SGL_ARGS"
+POLICY_NAMES = ("cost", "vlora", "unmerged", "merged")
 SLOT_UNIT = 16
 """Ranks of device slots are multiples of it: what ``tl.dot`` pads a rank to, and what keeps the kernels' addresses
 aligned."""
@@ -40,8 +41,8 @@ class VLoraArgs:
     policy: str = _flag(
         "cost",
         "how batches are formed and their mode chosen: by a measured cost table ('cost'), by the paper's Algorithm 1 "
-        "('vlora'), or by one of the baselines",
-        choices=("cost", "vlora", "unmerged", "merged", "dlora"),
+        "('vlora'), by one of the baselines ('unmerged', 'merged'), or by a class of yours (its import path)",
+        metavar="{" + ",".join(POLICY_NAMES) + ",module:Class}",
     )
     cost_table: str | None = _flag(
         None,
@@ -117,6 +118,10 @@ class VLoraArgs:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if any(rank <= 0 or rank % SLOT_UNIT for rank in self.slot_ranks):
             raise ConfigError(f"--vlora-slot-ranks must be multiples of {SLOT_UNIT}; got {self.slot_ranks}")
+        if self.policy not in POLICY_NAMES and ":" not in self.policy:
+            raise ConfigError(
+                f"--vlora-policy must be one of {', '.join(POLICY_NAMES)}, or module:Class; got {self.policy!r}"
+            )
         for item in dataclasses.fields(self):
             choices = item.metadata.get("choices")
             if choices and getattr(self, item.name) not in choices:
@@ -145,17 +150,20 @@ class VLoraArgs:
         Raises:
             ConfigError: the variable holds something else.
         """
-        text = (os.environ if environment is None else environment).get(ENVIRONMENT_VARIABLE)
-        if text is None:
-            return cls()
-        try:
-            return cls(**json.loads(text))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{ENVIRONMENT_VARIABLE} is not what this version writes: {error}") from error
+        return _parsed((os.environ if environment is None else environment).get(ENVIRONMENT_VARIABLE, "{}"))
 
     def to_environment(self) -> None:
         """Hand these settings to the processes that this one starts."""
         os.environ[ENVIRONMENT_VARIABLE] = json.dumps(dataclasses.asdict(self))
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> VLoraArgs:
+    """The settings in a variable's text, parsed once a process: requests and adapter loads ask for them, too."""
+    try:
+        return VLoraArgs(**json.loads(text))
+    except (TypeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{ENVIRONMENT_VARIABLE} is not what this version writes: {error}") from error
 
 
 def changed_while_serving(args: VLoraArgs, changes: Mapping[str, float]) -> VLoraArgs:
@@ -164,7 +172,8 @@ def changed_while_serving(args: VLoraArgs, changes: Mapping[str, float]) -> VLor
     Args:
         args: the settings until then.
         changes: ``vlora_theta`` and ``vlora_wait_bound`` in seconds; ``vlora_policy:NAME`` and ``vlora_mode:NAME``
-            with any value, which choose NAME.
+            with any value, which choose NAME. A policy's import path is taken only if the server was started with it:
+            a request must not decide what is imported.
 
     Raises:
         ConfigError: another key, or a value that the setting does not take.
@@ -177,6 +186,8 @@ def changed_while_serving(args: VLoraArgs, changes: Mapping[str, float]) -> VLor
                 f"{key} cannot be changed while serving; what can: vlora_theta, vlora_wait_bound, "
                 "vlora_policy:NAME, vlora_mode:NAME"
             )
+        if name == "policy" and ":" in choice and choice != VLoraArgs.from_environment().policy:
+            raise ConfigError(f"{key}: a running server takes {', '.join(POLICY_NAMES)} and what it was started with")
         new[name] = choice or float(value)
     return dataclasses.replace(args, **new)
 
@@ -196,35 +207,3 @@ def split_argv(argv: Sequence[str]) -> tuple[VLoraArgs, list[str]]:
     VLoraArgs.add_cli_args(parser)
     namespace, rest = parser.parse_known_args(argv)
     return VLoraArgs.from_cli_args(namespace), rest
-
-
-# What we refuse, by the ServerArgs field, the value that is fine, and why.
-UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
-    ("pp_size", 1, "pipeline parallelism: its ranks do not see one plan"),
-    ("disaggregation_mode", "null", "prefill/decode disaggregation: its loops bypass the mode switch"),
-    ("tokenizer_worker_num", 1, "several tokenizer workers: SGLang starts them without plugins"),
-    ("use_ray", False, "the Ray launcher: it bypasses our processes"),
-    ("enable_dp_attention", False, "data-parallel attention: its ranks must run the same collectives in every mode"),
-)
-
-
-def refuse_unsupported(server_args: Any) -> None:
-    """Refuse, by name, the SGLang settings that would bypass us.
-
-    Raises:
-        ConfigError: names the first such setting, its value and the reason.
-    """
-    for name, fine, reason in UNSUPPORTED:
-        value = getattr(server_args, name, fine)
-        if value != fine and value is not None:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} is not supported: {reason}")
-    speculative = getattr(server_args, "speculative_algorithm", None)
-    if speculative not in (None, "NGRAM"):
-        raise ConfigError(f"--speculative-algorithm={speculative} is not supported with adapters: only NGRAM is")
-    if getattr(server_args, "grammar_backend", None) == "xgrammar" and is_plain_cpu():
-        raise ConfigError(
-            "--grammar-backend=xgrammar does not work on a plain CPU: its masks pin memory, and the first "
-            "request with a grammar would end the server; leave it out (llguidance is used)"
-        )
-    if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
-        raise ConfigError("SGLANG_RUST_SERVER is not supported: it serves requests without our tokenizer manager")

@@ -34,7 +34,7 @@ from typing import Any
 
 from benchmarks.serving.replay import replay, summarize
 from benchmarks.serving.shape7b import LLAVA_7B, SHAPE_7B
-from benchmarks.serving.systems import SYSTEMS, Deployment, Server, make_deployment
+from benchmarks.serving.systems import DLORA, SYSTEMS, Deployment, Server, make_deployment
 from benchmarks.serving.traces import RETRIEVAL, VIDEO, Speaker, Workload, trace, without_adapters
 from benchmarks.summary import SUMMARY, card_name, record
 from vlora_sgl.kernels.tiling_search import MODELS
@@ -223,6 +223,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         deployment = make_deployment(
             Path(scratch), args.out, args.adapters, args.slots, args.ranks, args.max_batch, args.tiny, args.sees
         )
+        deployment = replace(deployment, policy=DLORA if "dlora" in args.systems else None)
         names = list(dict.fromkeys(SYSTEMS[s].server for s in args.systems))
         for first in range(0, len(names), args.together):
             yield from serve(names[first : first + args.together], deployment, args)

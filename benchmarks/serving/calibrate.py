@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.bench_e2e import WORKLOADS
+from benchmarks.serving.policies import compared_policy
 from benchmarks.serving.simulate import Machine, Replica, Report
 from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.traces import trace
 from benchmarks.summary import SUMMARY, record
-from vlora_sgl.managers.policies import Limits, make_policy
+from vlora_sgl.managers.policies import Limits
 from vlora_sgl.managers.policies.cost_fit import describe, fit
 from vlora_sgl.managers.policies.cost_table import CostTable
 from vlora_sgl.managers.policies.iteration_log import read_log
@@ -37,7 +38,7 @@ def simulated(row: dict[str, Any], costs: CostTable, believed: CostTable) -> Rep
     """
     load = replace(WORKLOADS[row["workload"]], arrivals="azure", rate=row["rate"], adapters=row["adapters"])
     machine = Machine(max_batch=row["max_batch"], slots=row["slots"], kv_tokens=65536)
-    replica = Replica(make_policy(row["system"], believed, Limits()), costs, machine)
+    replica = Replica(compared_policy(row["system"], believed, Limits()), costs, machine)
     for name in (f"a{n}" for n in range(row["slots"])):
         replica.resident[name] = 0.0  # the replay was warmed up
     for arrival in trace(replace(load, skew=row["skew"], seed=row["seed"]), row["seconds"]):

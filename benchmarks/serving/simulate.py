@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from benchmarks.serving.policies import compared_policy
 from benchmarks.serving.traces import Arrival, Workload, trace
 from vlora_sgl.core import AdapterId, InferenceMode, ServiceClass
 from vlora_sgl.managers.policies import Limits, Policy, QueueState, RequestState, make_policy, mode_of
@@ -37,7 +38,7 @@ class Machine:
         kv_tokens: tokens the KV cache holds.
         prefill_tokens: tokens of one prefill iteration (SGLang's chunked prefill size).
         window: waiting requests that a policy is shown (``visible``).
-        can_park: whether running requests may be left out of an iteration.
+        can_park: whether policies may leave running requests out of an iteration (``policies.parking``).
         prefetch: load the adapters of waiting requests beside the computation (ours), or stall for each (stock).
     """
 
@@ -169,7 +170,6 @@ class Replica:
             merged=self.merged,
             max_batch=machine.max_batch,
             max_adapters=machine.slots,
-            can_park=machine.can_park,
             memory=self.memory,
         )
         plan = self.policy.plan(state)
@@ -362,7 +362,10 @@ def runners(tables: dict[str, CostTable], machine: Machine, limits: Limits) -> d
     """The systems compared: the policies on our operator, and ``sglang``: unmerged, csgmv, loads that stall."""
 
     def run(name: str, table: CostTable, where: Machine) -> Runner:
-        return lambda load, seconds: simulate(make_policy(name, table, limits), table, where, load, seconds)
+        def served(load: Workload, seconds: float) -> Report:
+            return simulate(compared_policy(name, table, limits, where.can_park), table, where, load, seconds)
+
+        return served
 
     systems = {n: run(n, tables["atmm"], machine) for n in ("cost", "vlora", "dlora", "merged", "unmerged")}
     if "einsum" in tables:  # the paper's baselines bring their own operator, and dLoRA its own switch

@@ -36,6 +36,10 @@ class System:
     settings: Mapping[str, float] = field(default_factory=dict)
 
 
+DLORA = "benchmarks.serving.policies.dlora:DLoraPolicy"
+"""A running server takes a policy by import path only if it was started with it (``Deployment.policy``)."""
+
+
 def _ours(policy: str, says: str) -> System:
     return System("ours", says, {f"vlora_policy:{policy}": 1, "vlora_mode:auto": 1})
 
@@ -45,7 +49,7 @@ SYSTEMS: dict[str, System] = {
     "vlora": _ours("vlora", "vlora_sgl, the paper's Algorithm 1"),
     "unmerged": _ours("unmerged", "vlora_sgl never merging: the policy of S-LoRA and Punica, on our operator"),
     "merged": _ours("merged", "vlora_sgl always merging, one adapter at a time"),
-    "dlora": _ours("dlora", "vlora_sgl with dLoRA's policy, on our operator and switch"),
+    "dlora": _ours(DLORA, "vlora_sgl with dLoRA's policy, on our operator and switch"),
     "csgmv": System("csgmv", "stock SGLang, csgmv"),
     "triton": System("triton", "stock SGLang, triton"),
     "off": System("off", "stock SGLang without LoRA; every request to the base model"),
@@ -65,6 +69,7 @@ class Deployment:
         tiny: a small model, on a CPU if there is no GPU.
         sees: whether the model takes images.
         out: where logs go.
+        policy: that servers of ours start with; by default their own.
     """
 
     model: Path
@@ -75,6 +80,7 @@ class Deployment:
     tiny: bool
     sees: bool
     out: Path
+    policy: str | None = None
 
     def log(self, server: str) -> Path:
         """The iteration log of one server."""
@@ -105,6 +111,7 @@ class Deployment:
         flags = [*self.flags(server), "--port", str(port)]
         if server == "ours":
             module, more = "vlora_sgl.launch_server", ["--vlora-iteration-log", str(self.log(server))]
+            more += ["--vlora-policy", self.policy] if self.policy is not None else []
         else:
             module = "benchmarks.serving.stock"
             backend = server if on_gpu() else "torch_native"  # neither csgmv nor triton runs on a CPU

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from benchmarks.serving.policies import POLICIES, compared_policy
 from benchmarks.serving.policy_grid import cells, column, deadlines, starvation, worst_vs_best_other, worst_vs_sglang
 from benchmarks.serving.simulate import (
     Arrival,
@@ -17,7 +18,7 @@ from benchmarks.serving.simulate import (
     simulate,
     trace,
 )
-from vlora_sgl.managers.policies import POLICIES, Limits, make_policy
+from vlora_sgl.managers.policies import Limits, make_policy
 from vlora_sgl.managers.policies.cost_table import shipped
 
 TABLES = shipped()
@@ -48,8 +49,9 @@ def test_traces_have_the_rate_and_the_skew_asked_for(arrivals: str) -> None:
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_every_request_finishes(name: str, park: bool) -> None:
     load = Workload(arrivals="bursts", rate=6.0, adapters=30, skew=0.4, base=0.1)
-    machine = Machine(slots=6, can_park=park)
-    report = simulate(make_policy(name, TABLES["atmm"]), TABLES["atmm"], machine, load, 30.0)
+    machine = Machine(slots=6)
+    policy = compared_policy(name, TABLES["atmm"], park=park)
+    report = simulate(policy, TABLES["atmm"], machine, load, 30.0)
     rows = list(trace(load, 30.0))
     assert (report.requests, report.tokens) == (len(rows), sum(r.output for r in rows))
 

@@ -6,32 +6,12 @@ import copy
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.support.plans import check_plan
+from tests.support.queues import COSTS, LIMITS, queue, running, states, waiting
 from vlora_sgl.core import BatchPlan, InferenceMode, ServiceClass
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.managers.policies import POLICIES, Limits, QueueState, RequestState, make_policy
-from vlora_sgl.managers.policies.base import check_plan
-from vlora_sgl.managers.policies.cost_table import shipped
-
-COSTS = shipped()["atmm"]
-LIMITS = Limits(theta=0.5, wait_bound=2.0)
-
-
-def waiting(adapter: str | None, arrival: int, **more: object) -> RequestState:
-    """A request that has not started."""
-    return RequestState(f"r{arrival}", adapter, arrival, **{"prompt": 256, **more})  # type: ignore[arg-type]
-
-
-def running(adapter: str | None, arrival: int, **more: object) -> RequestState:
-    """A request that decodes."""
-    return RequestState(f"r{arrival}", adapter, arrival, **{"context": 300, **more})  # type: ignore[arg-type]
-
-
-def queue(*groups: tuple[str | None, int], progress: float = 0.0) -> list[RequestState]:
-    """Running requests: ``(adapter, how many)``."""
-    rows = [a for a, n in groups for _ in range(n)]
-    return [running(a, i, progress=progress) for i, a in enumerate(rows)]
+from vlora_sgl.managers.policies import POLICIES, QueueState, make_policy, policy_class
 
 
 def decide(name: str, state: QueueState) -> BatchPlan:
@@ -57,17 +37,25 @@ def test_cost_empties_the_slot_that_a_starving_adapter_needs(hot: str, stays: bo
 
 
 def test_algorithm_1_merges_for_a_group_over_half_of_the_batch() -> None:
-    state = QueueState(0.0, [], queue(("m", 5), ("x", 3)), max_batch=8, can_park=True)
-    plan = decide("vlora", state)
+    late = [*(waiting("m", i) for i in range(5)), *(waiting("x", i) for i in range(5, 8))]
+    plan = decide("vlora", QueueState(0.0, late, [], max_batch=8))
     assert (plan.mode, plan.merged_adapter) == (InferenceMode.MERGED, "m")
     assert plan.requests == ("r0", "r1", "r2", "r3", "r4")
 
 
 def test_algorithm_1_routed_adapters_when_at_most_half_starve() -> None:
-    rows = [*queue(("m", 5), progress=10.0), running("x", 5, progress=1.0), running("y", 6, progress=10.0)]
-    plan = decide("vlora", QueueState(10.0, [], rows, merged="m", max_batch=8, can_park=True))
+    late = [*(waiting("m", i, progress=10.0) for i in range(5)), waiting("x", 5, progress=1.0)]
+    late.append(waiting("y", 6, progress=10.0))
+    plan = decide("vlora", QueueState(10.0, late, [], merged="m", max_batch=8))
     assert (plan.mode, plan.merged_adapter) == (InferenceMode.MIXTURE, "m")
     assert plan.requests == ("r5", "r0", "r1", "r2", "r3", "r4"), "the starving first; y does not starve and waits"
+
+
+def test_algorithm_1_merges_beside_rows_of_others_that_run() -> None:
+    state = QueueState(0.0, [], queue(("m", 5), ("x", 3)), max_batch=8)
+    plan = decide("vlora", state)
+    assert (plan.mode, plan.merged_adapter) == (InferenceMode.MIXTURE, "m")
+    assert len(plan.requests) == 8
 
 
 @pytest.mark.parametrize(("groups", "starve"), [((("m", 4), ("x", 4)), False), ((("m", 6), ("x", 2)), True)])
@@ -75,7 +63,7 @@ def test_algorithm_1_unmerges_without_a_majority_or_when_many_starve(
     groups: tuple[tuple[str, int], ...], starve: bool
 ) -> None:
     rows = queue(*groups, progress=0.0)
-    plan = decide("vlora", QueueState(10.0 if starve else 0.0, [], rows, merged="m", max_batch=8, can_park=True))
+    plan = decide("vlora", QueueState(10.0 if starve else 0.0, [], rows, merged="m", max_batch=8))
     assert plan.mode is InferenceMode.UNMERGED
     assert len(plan.requests) == 8
 
@@ -95,14 +83,10 @@ def test_credit_counts_waiting_execution_and_switch() -> None:
 
 
 def test_merged_keeps_to_the_oldest_request() -> None:
-    state = QueueState(0.0, [waiting("m", 2), waiting("x", 3)], [running("m", 0), running("x", 1)], can_park=True)
-    assert decide("merged", state).requests == ("r0", "r2")
-
-
-def test_dlora_unmerges_for_the_starving() -> None:
-    rows = queue(("m", 6), ("x", 2))
-    assert decide("dlora", QueueState(0.0, [], rows, can_park=True)).mode is InferenceMode.MERGED
-    assert decide("dlora", QueueState(9.0, [], rows, merged="m", can_park=True)).mode is InferenceMode.UNMERGED
+    late = [waiting("m", 2), waiting("x", 3)]
+    assert decide("merged", QueueState(0.0, late, [running("m", 0)])).requests == ("r0", "r2")
+    plan = decide("merged", QueueState(0.0, late, [running("m", 0), running("x", 1)]))
+    assert (plan.requests, plan.mode) == (("r0", "r1", "r2"), InferenceMode.MIXTURE), "x runs on, and admits nobody"
 
 
 def test_cost_merges_only_when_it_pays_for_the_switch() -> None:
@@ -142,51 +126,29 @@ def test_cost_lets_in_a_starving_adapter_that_has_nothing_running() -> None:
     assert decide("cost", state).requests[-1] == "r40"
 
 
-def test_cost_parks_only_when_the_others_are_few() -> None:
-    few = QueueState(1.0, [], queue(("m", 31), ("x", 1), progress=1.0), merged="m", can_park=True)
-    assert decide("cost", few).mode is InferenceMode.MERGED
-    many = QueueState(1.0, [], queue(("m", 20), ("x", 12), progress=1.0), merged="m", can_park=True)
-    assert decide("cost", many).mode is InferenceMode.MIXTURE
-
-
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"fifo.*cost, vlora"):
         make_policy("fifo", COSTS)
 
 
-ADAPTERS = st.sampled_from([None, "a", "b", "c", "d", "e"])
+def test_a_policy_is_found_by_its_import_path() -> None:
+    assert policy_class("vlora_sgl.managers.policies.cost:CostPolicy") is POLICIES["cost"]
 
 
-@st.composite
-def states(draw: st.DrawFn) -> QueueState:
-    """Any state an engine can be in."""
-    max_batch = draw(st.integers(1, 8))
-    max_adapters = draw(st.integers(1, 4))
-    can_park = draw(st.booleans())
-    can_merge = draw(st.booleans())
-    clock = draw(st.floats(0, 20))
-    size = draw(st.integers(0, max_batch))
-    rows: list[RequestState] = []
-    used: set[str] = set()
-    for i in range(size):
-        adapter = draw(ADAPTERS)
-        if not can_park and adapter is not None and len(used | {adapter}) > max_adapters:
-            adapter = None
-        used |= {adapter} - {None}  # type: ignore[arg-type]
-        rows.append(running(adapter, i, progress=draw(st.floats(0, clock)), remaining=draw(st.integers(1, 50))))
-    late = [
-        waiting(
-            draw(ADAPTERS),
-            size + i,
-            progress=draw(st.floats(0, clock)),
-            service=draw(st.sampled_from(ServiceClass)),
-            deadline=draw(st.sampled_from([None, 0.1, 5.0])),
-        )
-        for i in range(draw(st.integers(0, 10)))
-    ]
-    merged = draw(ADAPTERS) if can_merge else None
-    memory = draw(st.dictionaries(ADAPTERS, st.floats(0, 1)))
-    return QueueState(clock, late, rows, merged, max_batch, max_adapters, can_park, can_merge, memory=memory)
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("nowhere.at_all:Policy", "expected module:Class that can be imported, got 'nowhere.at_all:Policy'"),
+        ("vlora_sgl.errors:Nothing", "expected module:Class that can be imported, got 'vlora_sgl.errors:Nothing'"),
+        (":CostPolicy", "expected module:Class that can be imported, got ':CostPolicy'"),
+        ("vlora_sgl.errors:ConfigError", "expected a subclass of .*Policy, got 'vlora_sgl.errors:ConfigError'"),
+        ("vlora_sgl.managers.policies:make_policy", "expected a subclass of .*Policy, got .*make_policy"),
+        ("vlora_sgl.managers.policies:Policy", "expected a subclass of .*Policy, got .*:Policy"),
+    ],
+)
+def test_an_import_path_that_is_no_policy_says_what_was_expected_and_what_came(path: str, fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        policy_class(path)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

@@ -49,7 +49,6 @@ class Planner:
         policy: decides.
         max_batch: most requests that run at once.
         max_adapters: most adapters (base excluded) one iteration can use.
-        can_park: whether running requests can be left out of an iteration.
         can_merge: whether this engine can merge an adapter into its weights.
         window: waiting requests shown to the policy (``visible``).
         fits: ``QueueState.fits``.
@@ -60,14 +59,13 @@ class Planner:
         policy: Policy,
         max_batch: int,
         max_adapters: int,
-        can_park: bool = False,
         can_merge: bool = True,
         window: int = 256,
         fits: Callable[[set[AdapterId]], bool] | None = None,
     ) -> None:
         self.policy = policy
         self.max_batch, self.max_adapters, self.window = max_batch, max_adapters, window
-        self.can_park, self.can_merge, self.fits = can_park, can_merge, fits
+        self.can_merge, self.fits = can_merge, fits
         self.clock = 0.0
         self.merged: AdapterId = None
         self.memory: Memory = {}
@@ -115,7 +113,6 @@ class Planner:
             merged=self.merged,
             max_batch=self.max_batch,
             max_adapters=self.max_adapters,
-            can_park=self.can_park,
             can_merge=self.can_merge,
             chunked=None if chunked is None else chunked.rid,
             memory=self.memory,

@@ -63,11 +63,10 @@ class QueueState:
     Attributes:
         clock: seconds of all iterations so far, by the cost table.
         waiting: requests not started, in order of arrival, as ``visible`` picked them.
-        running: requests that hold KV cache, in order of admission; those not in a plan are parked.
+        running: requests that hold KV cache, in order of admission; every plan holds them all.
         merged: the adapter merged into the weights.
-        max_batch: most requests that may run at once, parked ones included.
+        max_batch: most requests that may run at once.
         max_adapters: most adapters (base excluded, merged included) that one iteration may use.
-        can_park: whether running requests may be left out of a plan.
         can_merge: whether an adapter can be merged at all.
         chunked: id of the request in the middle of a chunked prefill; it must be in the plan.
         memory: what ``Policy.remember`` returned last.
@@ -80,7 +79,6 @@ class QueueState:
     merged: AdapterId = None
     max_batch: int = 32
     max_adapters: int = 8
-    can_park: bool = False
     can_merge: bool = True
     chunked: str | None = None
     memory: Memory = field(default_factory=dict)
@@ -164,8 +162,7 @@ class Policy(ABC):
     """Turns queue state into the plan of the next iteration.
 
     ``plan.requests`` names the requests that may run: waiting ones are to be admitted (prefilled) in this order, as
-    far as memory allows; if none is admitted, the running ones decode. Running requests that a plan leaves out are
-    parked.
+    far as memory allows; if none is admitted, the running ones decode.
 
     Args:
         costs: the seconds of an iteration.
@@ -217,39 +214,29 @@ class Policy(ABC):
 def assemble(
     state: QueueState, order: Sequence[RequestState], merged: AdapterId, only_merged: bool = False
 ) -> BatchPlan:
-    """The plan that runs requests in ``order`` of preference, as far as the batch and the adapter slots go.
-
-    What must run, does: the chunked prefill, and every running request where parking is off. Admissions leave room for
-    the parked.
+    """The plan that runs what runs, then requests in ``order``, as far as the batch and the adapter slots go.
 
     Args:
         state: the queues.
-        order: requests that may run, most urgent first.
+        order: requests that may be admitted, most urgent first; those that run are passed over.
         merged: the adapter to be merged during the iteration; dropped if those that must run need its slot.
-        only_merged: leave out every other adapter's requests unless they must run.
+        only_merged: admit no other adapter's requests.
     """
-    must = {r.rid for r in state.running} if not state.can_park else set()
-    if state.chunked is not None:
-        must.add(state.chunked)
-    chosen = [r for r in (*state.running, *state.waiting) if r.rid in must]
+    chosen = [*state.running, *(r for r in state.waiting if r.rid == state.chunked)]
     taken = {r.rid for r in chosen}
     only = merged
     if not state.can_merge or not state.room(adapters_in((r.adapter for r in chosen), merged)):
         merged = None
     adapters = set(adapters_in((r.adapter for r in chosen), merged))
-    running = {r.rid for r in state.running}
-    free = state.max_batch - len(running) - sum(rid not in running for rid in must)
     for request in order:
+        if len(chosen) >= state.max_batch:
+            break
         if request.rid in taken or (only_merged and request.adapter != only):
-            continue
-        admitted = request.rid not in running
-        if admitted and free <= 0:
             continue
         if request.adapter is not None and request.adapter not in adapters:
             if not state.room({*adapters, request.adapter}):
                 continue
             adapters.add(request.adapter)
-        free -= admitted
         taken.add(request.rid)
         chosen.append(request)
     if not chosen and merged is not None and not only_merged:
@@ -257,19 +244,3 @@ def assemble(
         return assemble(state, order, merged=None)
     mode = mode_of((r.adapter for r in chosen), merged)
     return BatchPlan(tuple(r.rid for r in chosen), mode, merged)
-
-
-def check_plan(state: QueueState, plan: BatchPlan) -> None:
-    """Raise ``AssertionError`` naming the first rule that ``plan`` breaks."""
-    requests = {r.rid: r for r in (*state.running, *state.waiting)}
-    rows = [requests[rid] for rid in plan.requests]
-    assert len(set(plan.requests)) == len(plan.requests), "a request is planned twice"
-    assert rows or not requests, "there is work and none is planned"
-    assert len(set(plan.requests) | {r.rid for r in state.running}) <= state.max_batch, "more requests than fit"
-    if not state.can_park:
-        assert {r.rid for r in state.running} <= set(plan.requests), "a running request is left out"
-    assert state.chunked is None or state.chunked in plan.requests, "a chunked prefill is left out"
-    need = adapters_in((r.adapter for r in rows), plan.merged_adapter)
-    assert state.room(need), "more adapters than slots"
-    assert state.can_merge or plan.merged_adapter is None, "nothing can be merged"
-    assert plan.mode is mode_of((r.adapter for r in rows), plan.merged_adapter), "the mode contradicts the rows"

@@ -1,6 +1,6 @@
 """The policy of least estimated completion time, from the cost table, with a bound on waiting.
 
-Four decisions, each from seconds of the table:
+Three decisions, each from seconds of the table:
 
 1. *Which adapter to merge.* A metrical task system: staying in the wrong merge costs a little every iteration,
    changing it costs a switch. The memory holds, per adapter, the seconds that recent iterations would have saved with
@@ -12,10 +12,6 @@ Four decisions, each from seconds of the table:
    batch with more adapters when load is highest.) A request that starves for want of an adapter slot closes the door
    to other adapters' requests (the hot one's last) until a slot drains.
 3. *When to admit.* A prefill costs a fixed time that all rows wait for, so admissions are gathered (``gathers``).
-4. *Whether to park.* Running only the merged adapter's n_m of n rows is faster per iteration and idles the others. The
-   sum of completion times falls only if ``n_m / t_merged > n / t_mixture``; then the others sit out a number of
-   iterations that minimises ``(f t_mixture + (1 - f) t_merged) (h + (1 - h) / f)``, h = n_m / n, over the fraction f
-   in which they run.
 """
 
 from __future__ import annotations
@@ -51,11 +47,10 @@ class CostPolicy(Policy):
     name = "cost"
 
     def plan(self, state: QueueState) -> BatchPlan:
-        """Choose the merge, then the order of admission, then whether to park."""
+        """Choose the merge, then the order of admission."""
         merged = self.choose_merge(state)
-        rows = self.rows_to_run(state, merged)
         late = [] if self.gathers(state, merged) else self.admission_order(state, merged)
-        return assemble(state, (*rows, *late), merged)
+        return assemble(state, late, merged)
 
     def remember(self, memory: Memory, prefill: bool, groups: Groups, merged: AdapterId, repeats: int = 1) -> Memory:
         """Add to each candidate's sum what these iterations would have saved with it merged."""
@@ -179,22 +174,3 @@ class CostPolicy(Policy):
                 places -= 1
             admitted.append(r)
         return admitted
-
-    def rows_to_run(self, state: QueueState, merged: AdapterId) -> list[RequestState]:
-        """Running requests that decode next, most urgent first."""
-        rows = sorted(state.running, key=lambda r: (r.progress, r.arrival))
-        if not state.can_park or merged is None:
-            return rows
-        mine = [r for r in rows if r.adapter == merged]
-        others = [r for r in rows if r.adapter != merged]
-        if not mine or not others or any(r.deadline is not None for r in others):
-            return rows
-        context = sum(r.context for r in rows)
-        mixed = self.costs.decode.seconds(group_sizes(rows), context, merged)
-        alone = self.costs.decode.seconds({merged: len(mine)}, sum(r.context for r in mine), merged)
-        share = len(mine) / len(rows)
-        if share * mixed <= alone:
-            return rows
-        fraction = sqrt((1 - share) * alone / (share * (mixed - alone)))
-        pause = min((1 / fraction - 1) * alone, 0.5 * self.limits.wait_bound) if fraction < 1 else 0.0
-        return rows if state.clock - min(r.progress for r in others) >= pause else mine

@@ -9,18 +9,16 @@ from vlora_sgl.managers.policies.base import Policy, QueueState, assemble
 class MergedPolicy(Policy):
     """Serves the adapter of the oldest request, and every request of that adapter beside it, until that one is done.
 
-    First come, first served between adapters, so nobody starves; base requests run on base weights. Where parking
-    is off, running requests of other adapters finish in mixture mode while nothing of theirs is admitted.
+    First come, first served between adapters, so nobody starves; base requests run on base weights. Running requests
+    of other adapters finish in mixture mode while nothing of theirs is admitted.
     """
 
     name = "merged"
 
     def plan(self, state: QueueState) -> BatchPlan:
-        """The requests of one adapter."""
+        """What runs, and admissions of one adapter."""
         requests = (*state.running, *state.waiting)
         if not requests:
             return assemble(state, (), merged=None)
         oldest = min(requests, key=lambda r: r.arrival)
-        plan = assemble(state, requests, oldest.adapter, only_merged=True)
-        # A batch full of parked rows of other adapters admits nobody: serve those instead of nobody.
-        return plan if plan.requests else assemble(state, requests, state.running[0].adapter, only_merged=True)
+        return assemble(state, state.waiting, oldest.adapter, only_merged=True)

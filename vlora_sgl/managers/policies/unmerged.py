@@ -13,4 +13,4 @@ class UnmergedPolicy(Policy):
 
     def plan(self, state: QueueState) -> BatchPlan:
         """All that runs, and admissions in order of arrival."""
-        return assemble(state, (*state.running, *state.waiting), merged=None)
+        return assemble(state, state.waiting, merged=None)

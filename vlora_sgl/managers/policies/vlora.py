@@ -23,9 +23,6 @@ class VLoraPolicy(Policy):
         size = min(state.max_batch, len(requests))
         if state.can_merge and 2 * len(starving) <= size and 2 * count > size:  # line 5
             if not starving:  # lines 6-8
-                plan = assemble(state, group, hot, only_merged=True)
-            else:  # lines 10-12
-                plan = assemble(state, (*starving, *group), hot)
-            if plan.requests:
-                return plan
-        return assemble(state, (*starving, *requests), merged=None)  # lines 14-15
+                return assemble(state, group, hot, only_merged=True)
+            return assemble(state, (*starving, *group), hot)  # lines 10-12
+        return assemble(state, (*starving, *state.waiting), merged=None)  # lines 14-15
