@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--router",
         type=Path,
         metavar="DIR",
-        help="train no adapters, but a router over those of --members; a routed adapter",
+        help="train no adapters, but a token router over those of --members: a routed adapter",
     )
     parser.add_argument(
         "--members",
