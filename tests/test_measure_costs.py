@@ -1,4 +1,4 @@
-"""The profile's schedule and files; the engine itself is run by hand (a minute)."""
+"""The batches that are measured, and the files; the engine itself is run by hand (a minute)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ AdapterId = str | None
 class InferenceMode(StrEnum):
     """How one iteration applies its adapters (V-LoRA, section 4.4).
 
-    - ``UNMERGED``: the base weights are the base model's; every adapter's rows go through the ATMM operator.
+    - ``UNMERGED``: nothing is merged; every adapter's rows go through the ATMM operator.
     - ``MERGED``: one adapter is merged into the weights; only its rows are in the batch; no LoRA kernel runs.
     - ``MIXTURE``: one adapter is merged; rows of others add their own adapter and subtract the merged one (deLoRA).
     """

@@ -1,9 +1,9 @@
-"""A learned router against the best single adapter, on the embedded model's domains.
+"""A learned token router against the best single adapter, on the embedded model's domains.
 
     python -m benchmarks.generate.bench_token_router [--summary FILE] [--steps N] [--out DIR]
 
-Trains the router of the shipped routed adapter anew and measures on test images, in transformers; bench_tiny measures
-the shipped it as served. Minutes on a GPU, longer on a CPU.
+Trains the token router of the shipped routed adapter anew and measures it on test images, in transformers; bench_tiny
+measures the shipped routed adapter as served. Minutes on a GPU, longer on a CPU.
 """
 
 from __future__ import annotations

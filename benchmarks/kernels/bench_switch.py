@@ -167,8 +167,8 @@ def drift(device: torch.device, switches: int, adapters: int = 8) -> float:
             checks += 1
             good += all(torch.equal(x, y) for x, y in zip(bits(), expected[i], strict=True))
     switcher.restore()
-    base_weights = all(torch.equal(x, y) for x, y in zip(bits(), expected[-1], strict=True))
-    return good / checks if base_weights else 0.0
+    restored = all(torch.equal(x, y) for x, y in zip(bits(), expected[-1], strict=True))
+    return good / checks if restored else 0.0
 
 
 def main() -> None:

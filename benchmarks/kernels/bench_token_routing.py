@@ -1,15 +1,15 @@
-"""Routing by token against a pass per adapter, on the linears of a 7B model (MoLoRA, arXiv:2603.15965, tables 3 to 8).
+"""A routed adapter against one pass per adapter, on linears of a 7B model (MoLoRA, arXiv:2603.15965, tables 3 to 8).
 
     python -m benchmarks.kernels.bench_token_routing [--summary FILE] [--rows FILE]
     TRITON_INTERPRET=1 python -m benchmarks.kernels.bench_token_routing --dry-run     # without a GPU: equality only
 
-K passes: what an engine without routing does for tokens of K adapters: every token through every adapter's pass (which
-tokens of a pass are kept costs nothing here). One pass: a routed adapter of the K adapters, the router's network
-included. Both are the LoRA part alone, of all layers (the router decides once for all of them); the base GEMMs would
-only dilute the ratio. ``k1_over_single`` is with the base GEMMs: a routed adapter with top_k 1 over the same rows on
-one adapter. Access patterns differ in which member the tokens want; members stay resident. ``speedup_k4`` is the worse
-of interleaved and separated tokens at the size of the paper's tables, ``speedup_k4.rowsN`` the worst pattern at N
-rows, the others the worst of all rows and patterns.
+K passes: what an engine without routed adapters does for tokens of K adapters. Every token goes through the pass of
+every adapter (which tokens of a pass are kept costs nothing here). One pass: a routed adapter with K members, the
+token router's network included. Both are the LoRA part alone, of all layers (the token router decides once for all of
+them); the base GEMMs would only dilute the ratio. ``k1_over_single`` is with the base GEMMs: a routed adapter with
+top_k 1 over the same rows on one adapter. Access patterns differ in which member the tokens want; members stay
+resident. ``speedup_k4`` is the worse of interleaved and separated tokens at the size of the paper's tables,
+``speedup_k4.rowsN`` the worst pattern at N rows, the others the worst of all rows and patterns.
 """
 
 from __future__ import annotations

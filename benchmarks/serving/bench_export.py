@@ -1,4 +1,4 @@
-"""What merging for export buys: latency against the share of requests for the hot adapter (figure 3 of the scheme).
+"""What an export gains: latency against the share of requests for the hot adapter (figure 3 of the scheme).
 
 ::
 
@@ -6,14 +6,12 @@
     python -m benchmarks.serving.bench_export --tiny --summary /tmp/summary.json  # a check on a laptop
 
 Three adapters, one of them hot; 400 tokens of prompt, 128 of answer, Poisson arrivals, 10 a second. ``stock`` is stock
-SGLang with the three adapters; ``exported`` is stock SGLang on the fused base, where a hot request names no adapter
-and the cold ones are deltas of twice the rank; ``ours`` (``--ours``) is vlora_sgl on the same. Latency depends on
-shapes
-alone: bases and adapters have random weights, and the fused base is not distinct. The engines share a card and take
-turns with the same arrivals; an idle one takes memory and no time.
+SGLang with the three adapters; ``exported`` is stock SGLang on the exported model, where a hot request names no
+adapter and the cold ones are deltas of twice the rank; ``ours`` (``--ours``) is vlora_sgl on the same. Latency depends
+on shapes alone: bases and adapters have random weights, and the exported model has the base's. The engines share a
+card and take turns with the same arrivals; an idle one takes memory and no time.
 
-- ``export.hot1_latency_vs_sglang``: mean latency of ``exported`` over ``stock``, only hot requests, median over
-  repeats.
+- ``bake.hot1_latency_vs_sglang``: mean latency of ``exported`` over ``stock``, only hot requests, median over repeats.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from tests.support.engine_runs import Arrival, EngineProcess
 
 HOT = "hot"
 COLD = ("cold1", "cold2")
-FIGURE = "export.hot1_latency_vs_sglang"
+FIGURE = "bake.hot1_latency_vs_sglang"  # as its older rows in summary.json are called
 
 
 def arrivals(share: float, exported: bool, args: argparse.Namespace, seed: int) -> list[Arrival]:
@@ -103,14 +101,14 @@ def ratios(rows: Sequence[dict[str, Any]], engine: str, share: float, key: str =
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Latency and time to first token against the share of hot requests."""
+    """Latency and TTFT (time to first token) against the share of hot requests."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5))
-    for axis, key, title in zip(axes, ("latency", "ttft"), ("latency", "time to first token"), strict=True):
+    for axis, key, title in zip(axes, ("latency", "ttft"), ("latency", "TTFT"), strict=True):
         for engine in dict.fromkeys(row["engine"] for row in rows):
             shares = sorted({row["share"] for row in rows})
             of = [[r[key] for r in rows if r["engine"] == engine and r["share"] == share] for share in shares]

@@ -1,4 +1,4 @@
-"""Peak memory of merging one shard, over the shard's size: ``export.peak_memory_over_shard``.
+"""Peak memory of merging one shard, over the shard's size: ``bake.peak_memory_over_shard``.
 
 A shard of two large bf16 matrices is made on disk and merged; the peak of resident memory (``VmHWM``, reset
 first) above what the process held before is divided by the size of the file. Linux only. Recorded with ``--record``.
@@ -56,7 +56,7 @@ def main() -> None:
     ratio = peak_over_shard(args.megabytes)
     print(f"peak memory over a {args.megabytes} MiB shard: {ratio:.3f}")
     if args.record:
-        record("export.peak_memory_over_shard", round(ratio, 4), "ratio", higher_is_better=False)
+        record("bake.peak_memory_over_shard", round(ratio, 4), "ratio", higher_is_better=False)
 
 
 if __name__ == "__main__":

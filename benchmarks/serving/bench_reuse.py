@@ -5,9 +5,9 @@
     python -m benchmarks.serving.bench_reuse --summary results/summary.json      # 7B shape, random weights, a GPU
     python -m benchmarks.serving.bench_reuse --tiny --summary /tmp/summary.json  # the same on a laptop: a check
 
-- ``reuse.shared8_ttft_ratio``: mean time to first token of 8 requests, one adapter each, about one image of 1,024
-  tokens that is new to the server: adapters from the first token on (KV forks per adapter), over adapters
-  that activate behind the image (one KV for all). Both in our server.
+- ``reuse.shared8_ttft_ratio``: mean TTFT (time to first token) of 8 requests, one adapter each, about one image of
+  1,024 tokens that is new to the server: ordinary adapters (``forked``: each computes the image's KV itself), over
+  activated adapters (which start behind the image and share its KV). Both in our server.
 - ``reuse.shared8_image_tokens_computed``: image tokens computed for those 8 activated ones, over the image's.
 - ``reuse.shared8_ttft_vs_sglang``: the same requests, stock SGLang over our activated adapters.
 - ``reuse.round2_image_tokens_computed``: image tokens that the second round of a conversation computes, by the
@@ -16,8 +16,8 @@
 The requests are all in the scheduler's queue before it starts, and times count from there: preprocessing the images
 takes the client's process the same time everywhere. Before them the prefix cache is emptied, the CUDA allocator's is
 not, and their adapters are on the device. Stock SGLang runs in a process of its own, with the same model and adapters;
-its adapters always fork the KV (as vLLM's do, whose block hashes contain the adapter's id). A case's values are of
-different images; medians are reported, all values are in the rows.
+there every adapter computes a KV of its own (as in vLLM, whose block hashes contain the adapter's id). A case's values
+are of different images; medians are reported, all values are in the rows.
 
 ``--heads`` measures what bench_heads measures too, on the same engine: a start of 7B shape costs a minute.
 """
@@ -47,7 +47,7 @@ from vlora_sgl.heads.store import save_heads
 
 SYSTEMS = ("ours", "stock")
 COUNTS = (1, 2, 4, 8, 16, 32)
-FORKED = 8
+ORDINARY = 8
 """Ordinary adapters in our server: enough for the comparison that the figure is about."""
 ROUNDS = 10
 MORE = "yes<|im_end|>\n<|im_start|>user\nIs there a cat?<|im_end|>\n<|im_start|>assistant\n"
@@ -123,7 +123,7 @@ def rows_of(system: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure(system: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start one system's engine and measure it; rows come as they are measured."""
     most = max(args.adapters)
-    kinds = {"forked": most} if system == "stock" else {"forked": min(FORKED, most), "activated": most}
+    kinds = {"forked": most} if system == "stock" else {"forked": min(ORDINARY, most), "activated": most}
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         model = make_model(root / "model", args.tiny)
@@ -188,7 +188,7 @@ def rounds(client: Client, kinds: list[str], tokens: int, args: argparse.Namespa
 
 
 def counts(answers: list[Any]) -> dict[str, float]:
-    """Mean seconds to the first token, and tokens that had to be computed; image tokens where the server counts."""
+    """Mean TTFT in seconds, and tokens that had to be computed; image tokens where the server counts."""
     found = {
         "seconds": round(statistics.mean(answer.seconds for answer in answers), 5),
         "tokens_computed": sum(a.meta_info["prompt_tokens"] - a.meta_info["cached_tokens"] for a in answers),
@@ -215,11 +215,11 @@ def figures(rows: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
         return None
 
     eight = {"case": "shared", "adapters": 8, "image": "new"}
-    stock, forked = one("stock", **eight), one("ours", kind="forked", **eight)
+    stock, ordinary = one("stock", **eight), one("ours", kind="forked", **eight)
     activated = one("ours", kind="activated", **eight)
     found = []
-    if forked is not None and activated is not None:
-        found.append(("reuse.shared8_ttft_ratio", _ratio(forked, activated), "ratio", True))
+    if ordinary is not None and activated is not None:
+        found.append(("reuse.shared8_ttft_ratio", _ratio(ordinary, activated), "ratio", True))
         share = max(activated["image_tokens_computed"]) / activated["image_tokens"][0]
         found.append(("reuse.shared8_image_tokens_computed", share, "images", False))
     if stock is not None and activated is not None:
@@ -236,7 +236,7 @@ def _ratio(slow: dict[str, Any], fast: dict[str, Any]) -> float:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Time to first token by adapters on one new image, and tokens computed by round."""
+    """TTFT by adapters on one new image, and tokens computed by round."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -253,8 +253,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             line = [row for row in chosen if (row["system"], row["kind"]) == (system, kind)]
             points = sorted((row[along], statistics.median(row[value])) for row in line)
             style = "--" if system == "stock" else "-"
-            axis.plot(*zip(*points, strict=True), style, marker="o", label=f"{system}, {kind}")
-    left.set(xlabel="adapters on one image", ylabel="mean time to first token (s)", yscale="log", xscale="log")
+            axis.plot(
+                *zip(*points, strict=True), style, marker="o", label=f"{system}, {kind.replace('forked', 'ordinary')}"
+            )
+    left.set(xlabel="adapters on one image", ylabel="mean TTFT (s)", yscale="log", xscale="log")
     left.set_xticks(ticks := sorted({row["adapters"] for row in left_rows}), [str(tick) for tick in ticks])
     right.set(xlabel="round", ylabel="prompt tokens computed", yscale="log")
     left.legend(fontsize=7)

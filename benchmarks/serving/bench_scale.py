@@ -1,4 +1,4 @@
-"""Several replicas behind one router: throughput, adapter loads, and what a killed replica takes with it.
+"""Several replicas behind one replica router: throughput, adapter loads, and what a killed replica takes with it.
 
 ::
 
@@ -7,11 +7,11 @@
     python -m benchmarks.serving.bench_scale throughput loss --tiny           # a check on a laptop; records nothing
 
 throughput
-    Output tokens per second of the cluster, asked through the router, over the mean of its replicas, asked alone and
-    directly. Closed loop, as many requests per replica in every case, 60 % of them to the hottest adapter.
+    Output tokens per second of the cluster, asked through the replica router, over the mean of its replicas, asked
+    alone and directly. Closed loop, as many requests per replica in every case, 60 % of them to the hottest adapter.
 affinity
     Adapters loaded into device slots for one trace, by what the servers count themselves, with four times as many
-    adapters as a replica has slots: the same replicas behind a router that goes round robin and behind ours.
+    adapters as a replica has slots: the same replicas behind the replica router with round robin and with affinity.
 loss
     A replica is killed (SIGKILL) under load. Every request that fails must be one that it had.
 """
@@ -147,7 +147,7 @@ class Outcome:
         start: when it was sent, seconds since the loop's start.
         end: when its answer was complete or broke off.
         tokens: of its answer.
-        replica: which answered, as the router says; None if it does not.
+        replica: which answered, as the replica router says; None if it does not.
         error: why it failed; empty if it did not.
     """
 

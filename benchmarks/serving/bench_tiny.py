@@ -1,8 +1,8 @@
 """Accuracy of the embedded model as served: ``python -m benchmarks.serving.bench_tiny --url URL``.
 
 Asks a running server (started with the embedded model, all its adapters and its routed adapter) every test question of
-every domain, of base, adapter, heads and the routed one, and 200 unseen scenes per question type; compares with
-transformers + PEFT + head.
+every domain, and 200 unseen scenes per question type. Base, adapters, heads and the routed adapter answer; the answers
+are compared with transformers + PEFT + head.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def main() -> None:
                 right = served(args.url, cases, ROUTED, f"routed, {domain}")
                 differing = sum(a != b for a, b in zip(right, expected[domain], strict=True))
                 print(f"routed, {domain}: {differing} of {len(cases)} served answers differ from transformers + PEFT")
-                note(f"tiny.routed.{domain}.accuracy", float(np.mean(right)), "accuracy")
+                note(f"tiny.mix.{domain}.accuracy", float(np.mean(right)), "accuracy")
     size = sum(f.stat().st_size for f in tiny.path().parent.rglob("*") if f.suffix != ".pyc" and f.is_file())
     note("tiny.package_mb", size / 1e6, "MB", False)
 

@@ -1,4 +1,4 @@
-"""Fleets in the simulator: up to 64 replicas and thousands of adapters, behind the router's own routing objects.
+"""Simulated fleets: up to 64 replicas and thousands of adapters, behind the replica router's own routing objects.
 
     python -m benchmarks.serving.fleet      # 2 to 64 replicas, as many adapters as the fleet has slots, and four times
 

@@ -93,7 +93,7 @@ class _Live(RequestState):
 class Replica:
     """One simulated engine. ``offer`` it arrivals in order and ``advance`` it; ``report`` at the end.
 
-    The hook for a fleet: a router calls ``offer`` on the replica it picks, having looked at ``load`` and ``resident``.
+    The hook for a fleet: the replica router calls ``offer`` on the replica it picks, after ``load`` and ``resident``.
 
     Args:
         policy: decides; its own cost table is what it believes.

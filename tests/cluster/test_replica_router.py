@@ -1,4 +1,4 @@
-"""The router, over real HTTP, with replicas that count what they get."""
+"""The replica router, over real HTTP, with replicas that count what they get."""
 
 from __future__ import annotations
 

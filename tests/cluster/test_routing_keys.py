@@ -1,4 +1,4 @@
-"""What a router reads from a body."""
+"""What the replica router reads from a body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real servers behind the router: answers, adapters, a killed replica, its return."""
+"""Two real servers behind the replica router: answers, adapters, a killed replica, its return."""
 
 from __future__ import annotations
 

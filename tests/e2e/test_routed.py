@@ -28,7 +28,9 @@ TEXT, PICTURE = prompt("How many objects are there? Is there a cat?", image=True
 class RoutedReference(Reference):
     """transformers + PEFT with every adapter, and a routed adapter of them."""
 
-    def mixed(self, directory: Path, name: str, text: str, image: Image.Image) -> tuple[list[int], RoutedModel]:
+    def routed_answer(
+        self, directory: Path, name: str, text: str, image: Image.Image
+    ) -> tuple[list[int], RoutedModel]:
         """Greedy tokens, and the routed adapter after its last forward."""
         config = self.model.get_base_model().config.get_text_config()
         routed = RoutedModel(self.model, read_routed(directory, name, config.hidden_size, config.vocab_size))
@@ -68,10 +70,10 @@ def test_a_routed_adapter_equals_transformers_alone_cached_and_in_company(
     reference = RoutedReference(server.model.path, server.model.adapters)
     expected = {name: reference.generate(TEXT, name, PICTURE) for name in (None, "A", "B")}
     for name, directory in routed.items():
-        expected[name], model = reference.mixed(directory, name, TEXT, PICTURE)
+        expected[name], model = reference.routed_answer(directory, name, TEXT, PICTURE)
         if name == "by-token-two":
             assert bool((model.weights > 0).all())
-    used = reference.mixed(routed["by-prefix"], "by-prefix", TEXT, PICTURE)[1]
+    used = reference.routed_answer(routed["by-prefix"], "by-prefix", TEXT, PICTURE)[1]
     assert expected["by-modality"] not in (expected["A"], expected["B"]) and used is not None
     assert len({tuple(ids) for ids in expected.values()}) >= 5, "routed adapters must differ from their members"
 
@@ -84,7 +86,7 @@ def test_a_routed_adapter_equals_transformers_alone_cached_and_in_company(
         assert warm["output_ids"] == expected[name] and warm["meta_info"]["cached_tokens"] > 0
     second = prompt("How many objects are there? Is there a cat?", cold["text"], "Is there a dog?", image=True)
     again = server.generate(text=second, lora_path=name, **shown)
-    assert again["output_ids"] == reference.mixed(routed[name], name, second, PICTURE)[0]
+    assert again["output_ids"] == reference.routed_answer(routed[name], name, second, PICTURE)[0]
 
     server.flush()
     company = [None, "A", *routed, "B", "by-prefix"]
@@ -95,7 +97,7 @@ def test_a_routed_adapter_equals_transformers_alone_cached_and_in_company(
 
 
 def test_who_shares_a_routed_adapters_prefix_runs_behind_it(server: Server, routed: dict[str, Path]) -> None:
-    """The router adds to what the prefix's tokens voted, which no row of the same batch can know."""
+    """The token router adds to what the prefix's tokens voted, which no row of the same batch can know."""
     shown = {"image_data": encoded(PICTURE.resize((224, 224))), "lora_path": "by-prefix"}  # a prefix worth waiting for
     texts = [TEXT, prompt("Is there a dog?", image=True)]
     answers, batches, _ = together(server, {text: {"text": text, **shown} for text in texts}, send=Server.generate)

@@ -1,4 +1,4 @@
-"""A exported model answers as the original with PEFT does: the hot adapter, every cold one, and the base."""
+"""An exported model answers as the original with PEFT does: the hot adapter, every cold one, and the base."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_hot_cold_and_base_give_the_original_logits(family: str, exact_ranks: bo
             assert one == other or (expected[one] - expected[other]).abs().max() > 1e-2 * scale, (one, other)
     for name, want in expected.items():
         got = logits(out, family, None if name == "hot" else out / "adapters" / name)
-        # Rounding each fused weight to float32 once, through three layers.
+        # Rounding each merged weight to float32 once, through three layers.
         assert (got - want).abs().max() < 1e-5 * scale, name
 
 
@@ -204,7 +204,7 @@ def test_half_precision_logits_differ_by_rounding_only(family: str, tmp_path: Pa
     for name, want in truth.items():
         exported = None if name == "hot" else out / "adapters" / name
         original = None if name == "base" else adapters[name]
-        # In float64 what is left is the one rounding of the fused weights; bfloat16 adds the arithmetic's own.
+        # In float64 what is left is the one rounding of the merged weights; bfloat16 adds the arithmetic's own.
         scale, eps = want.abs().max(), torch.finfo(torch.bfloat16).eps
         assert (logits(out, family, exported) - want).abs().max() < 2 * eps * scale, name
         own = (logits(tmp_path / "model", family, original, torch.bfloat16) - want).abs().max()
@@ -231,10 +231,10 @@ def test_the_manifest_says_who_answers_for_whom(tmp_path: Path) -> None:
     )
 
 
-def test_adapters_that_activate_late_are_refused(tmp_path: Path) -> None:
+def test_adapters_with_an_invocation_start_are_refused(tmp_path: Path) -> None:
     adapters = make_inputs(tmp_path, "qwen2", torch.float32)
     save_heads(adapters["narrow"], [], invocation="after_image")
-    with pytest.raises(ConfigError, match="narrow activates at 'after_image'"):
+    with pytest.raises(ConfigError, match="narrow starts at 'after_image'"):
         export(ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
     assert not (tmp_path / "out").exists()
 

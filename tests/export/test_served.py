@@ -56,7 +56,7 @@ def test_ours_answers_to_the_names_of_the_original(exported: Path, original: dic
     assert served("ours", exported, [None, "A", "B"], {}) == original
 
 
-def test_stock_sglang_loads_the_fused_base_and_every_delta(exported: Path, original: dict[str, Any]) -> None:
+def test_stock_sglang_loads_the_merged_base_and_every_delta(exported: Path, original: dict[str, Any]) -> None:
     options = {name: value for name, value in engine_defaults().items() if name in STOCK}
     options |= {"lora_backend": "torch_native"} if options.get("device") == "cpu" else {}
     options["lora_paths"] = [f"{name}={exported}/adapters/{name}" for name in ("B", "base", "A")]

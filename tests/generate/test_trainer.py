@@ -207,10 +207,10 @@ def test_an_adapter_after_the_image_leaves_the_image_to_the_base(processor: Any,
         changed = (seen[0] - base).abs().amax(-1) > 1e-3
     runs = after_image(inputs["input_ids"], model.config.image_token_id)
     assert not changed[~runs].any() and changed[runs & (inputs["attention_mask"] == 1)].all()
-    # The same tokens that serving gives to the adapter, whose fork is the end of the last image.
+    # The same tokens that serving gives to the adapter, whose invocation start is the end of the last image.
     for row, ids in zip(runs, inputs["input_ids"], strict=True):
-        fork = int((ids == model.config.image_token_id).nonzero()[-1]) + 1
-        assert split_row("x", 0, len(ids), fork) == [(None, int((~row).sum())), ("x", int(row.sum()))]
+        start = int((ids == model.config.image_token_id).nonzero()[-1]) + 1
+        assert split_row("x", 0, len(ids), start) == [(None, int((~row).sum())), ("x", int(row.sum()))]
     save_adapter(adapter, tmp_path / "saved", activate=AFTER_IMAGE)
     assert all(exact_match(load_adapter(adapter.unload(), tmp_path / "saved"), processor, data))
 

@@ -51,16 +51,16 @@ def test_forks_answer_as_single_runs_do(runtime: vlora.Runtime) -> None:
     assert len(set(alone)) == 3
 
 
-@pytest.mark.parametrize(("kind", "activation", "computed"), [("ordinary", None, 8), ("activated", "after_image", 1)])
+@pytest.mark.parametrize(("kind", "invocation", "computed"), [("ordinary", None, 8), ("activated", "after_image", 1)])
 def test_eight_forks_over_eight_adapters_compute_one_image(
-    kind: str, activation: str | None, computed: int, server: Server, runtime: vlora.Runtime, tmp_path: Path
+    kind: str, invocation: str | None, computed: int, server: Server, runtime: vlora.Runtime, tmp_path: Path
 ) -> None:
     """Once per ordinary adapter, once in all for activated ones: so say the server's own counters."""
     image = programs.photograph(21).resize((224, 224))
     names = [f"{kind}{number}" for number in range(8)]
     for number, name in enumerate(names):
         path = make_adapter(tmp_path / name, server.model.path, 60 + number)
-        save_heads(path, [], activation=activation)
+        save_heads(path, [], invocation=invocation)
         control(server, "load_lora_adapter", lora_name=name, lora_path=str(path))
     runtime.flush_cache()
     before = reuse_totals(runtime)
@@ -70,7 +70,7 @@ def test_eight_forks_over_eight_adapters_compute_one_image(
     tokens = (224 // 28) ** 2
     assert grown["prompt_image_tokens"] == 8 * tokens, "eight requests that show the image"
     assert grown["prompt_image_tokens"] - grown["cached_image_tokens"] == computed * tokens
-    assert (grown["shared_tokens"] > 0) == (activation is not None)
+    assert (grown["shared_tokens"] > 0) == (invocation is not None)
     alone = []
     for name in names:
         runtime.flush_cache()

@@ -43,7 +43,7 @@ def test_algorithm_1_merges_for_a_group_over_half_of_the_batch() -> None:
     assert plan.requests == ("r0", "r1", "r2", "r3", "r4")
 
 
-def test_algorithm_1_routed_adapters_when_at_most_half_starve() -> None:
+def test_algorithm_1_chooses_mixture_when_at_most_half_starve() -> None:
     late = [*(waiting("m", i, progress=10.0) for i in range(5)), waiting("x", 5, progress=1.0)]
     late.append(waiting("y", 6, progress=10.0))
     plan = decide("vlora", QueueState(10.0, late, [], merged="m", max_batch=8))

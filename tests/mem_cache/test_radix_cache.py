@@ -370,9 +370,7 @@ def test_placeless_images_split_at_the_root() -> None:
 def test_numbers_are_never_given_twice() -> None:
     number = Numbering(0, 5, capacity=2)
     assert [number(c) for c in "aba"] == [0, 1, 0]
-    assert (
-        number("c") == 2 and number("b") == 3 and len(number) == 2
-    )  # b was forgotten: a miss, not a routed adapter-up
+    assert number("c") == 2 and number("b") == 3 and len(number) == 2  # b was forgotten: a miss, not a mix-up
     number("d")
     with pytest.raises(OverflowError, match="restart"):
         number("e")

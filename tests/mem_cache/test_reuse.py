@@ -93,7 +93,7 @@ class Scheduler(PrefixReuse, Sglang):
     pass
 
 
-class Joint:
+class Sharing:
     """Promises what it is told to, in a tree that then holds it."""
 
     def __init__(self, tree, promises):
@@ -117,7 +117,7 @@ def test_who_shares_a_prefix_joins_its_leader_or_waits(promises, routed, admitte
     manager = SimpleNamespace(has_routed=lambda adapters: bool(set(routed) & set(adapters)))
     made.__dict__.update(
         tree_cache=tree,
-        sharing=Joint(tree, promises),
+        sharing=Sharing(tree, promises),
         lora_manager=manager,
         _computing={},
     )

@@ -1,4 +1,4 @@
-"""The router, its kernel under the interpreter, and the grouping of routed rows, against plain loops."""
+"""The token router, its kernel under the interpreter, and the grouping of routed rows, against plain loops."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_broken_routed_adapters_are_refused_by_name(name: str, tmp_path: Path) -
         read_routed(tmp_path, "m", HIDDEN, VOCABULARY)
 
 
-def test_compositional_routed_adapter_is_one_routed_adapter_per_adapter(tmp_path: Path) -> None:
+def test_a_compositional_directory_is_one_routed_adapter_per_adapter(tmp_path: Path) -> None:
     table = {"acme": {"text": "at", "image": "ai"}, "globex": {"text": "g", "image": "g"}}
     data = {"format": 1, "router": "compositional", "adapters": table}
     (tmp_path / "vlora_routed.json").write_text(json.dumps(data))

@@ -1,4 +1,4 @@
-"""A router learns from answers alone, without being told the domains."""
+"""A token router learns from answers alone, without being told the domains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models of the families that generation supports, a hundred thousand parameters each, made on the spot."""
+"""Random models of the families that the generator supports, a hundred thousand parameters each, made on the spot."""
 
 from __future__ import annotations
 

@@ -101,13 +101,13 @@ class Reference:
         return merge_images([module.postprocess(part, grid) for part, grid in zip(parts, grids, strict=True)])
 
     def generate_activated(self, adapter: Path, prompt: str, image: Image.Image, tokens: int) -> list[int]:
-        """Greedy tokens of an adapter that activates after the image: the prefix on the base, the rest with it."""
+        """Greedy tokens of an adapter that starts after the image: the prefix on the base, the rest with it."""
         from peft import PeftModel
 
         peft = PeftModel.from_pretrained(self.build(), adapter).eval()
         inputs = self.processor(text=[prompt], images=[image], return_tensors="pt")
         ids = inputs["input_ids"]
-        fork = int((ids[0] == peft.config.image_token_id).nonzero().max()) + 1
+        start = int((ids[0] == peft.config.image_token_id).nonzero().max()) + 1
         shown = (ids == peft.config.image_token_id).int()
         positions, _ = peft.base_model.model.model.get_rope_index(
             ids, mm_token_type_ids=shown, image_grid_thw=inputs["image_grid_thw"]
@@ -115,9 +115,9 @@ class Reference:
         with torch.no_grad():
             with peft.disable_adapter():
                 first = {key: inputs[key] for key in ("pixel_values", "image_grid_thw")}
-                state = peft(input_ids=ids[:, :fork], position_ids=positions[..., :fork], use_cache=True, **first)
+                state = peft(input_ids=ids[:, :start], position_ids=positions[..., :start], use_cache=True, **first)
             out: list[int] = []
-            step, where = ids[:, fork:], positions[..., fork:]
+            step, where = ids[:, start:], positions[..., start:]
             while len(out) < tokens:
                 state = peft(input_ids=step, position_ids=where, past_key_values=state.past_key_values, use_cache=True)
                 out.append(int(state.logits[0, -1].argmax()))

@@ -1,4 +1,4 @@
-"""Replicas without an engine: real HTTP servers that count what they get, and a router in front of them."""
+"""Replicas without an engine: real HTTP servers that count what they get, and a replica router in front of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS, KEYS = Settings(patience=0.5), Keys(admin=ADMIN)
 
 
 class FakeReplica:
-    """Speaks as much of a server's HTTP as the router uses.
+    """Speaks as much of a server's HTTP as the replica router uses.
 
     Attributes:
         adapters: loaded ones, path by name.
@@ -121,7 +121,7 @@ class FakeCluster:
         router: in front of them.
         url: of the router.
         client: a session of a user.
-        troubles: numbers of replicas that the router found wanting.
+        troubles: numbers of replicas that the replica router reported as not serving.
     """
 
     def __init__(self, fakes: list[FakeReplica], router: Router, url: str, client: aiohttp.ClientSession) -> None:

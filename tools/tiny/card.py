@@ -17,9 +17,9 @@ A Qwen2.5-VL of 8.7 M parameters (text 6 x 256, vision 6 x 192, bfloat16 on disk
 112 x 112 pictures, with LoRA adapters (rank 8, the language model's seven projections) and vision heads. It is for
 laptops, demonstrations and tests of truth; it knows nothing of the world beyond what is listed here.
 
-Made by `python -m tools.tiny.train` from procedural scenes (`scenes.py`) and, for the adapters, from
-pictures that ship with scikit-learn and scikit-image (`domains.py`; the pictures are read from those packages and are
-not redistributed; china.jpg and flower.jpg are CC BY 2.0, the others as listed by scikit-image).
+Made by `python -m tools.tiny.train` from procedural scenes (`tools/tiny/scenes.py`) and, for the adapters, from
+pictures that ship with scikit-learn and scikit-image (`tools/tiny/domains.py`; the pictures are read from those
+packages and are not redistributed; china.jpg and flower.jpg are CC BY 2.0, the others as listed by scikit-image).
 """
 LIMITS = """
 A head is compared with the decoded answer of the same adapter on the same pictures. `after_image` adapters leave the
@@ -88,10 +88,10 @@ def render(log: dict[str, Any], other: dict[str, Any] | None = None) -> str:
 
 
 def _routed_section(report: dict[str, Any]) -> list[str]:
-    """The section on the learned routed adapter; ``report`` is what ``generation.router.make_routed`` returns."""
+    """The section on the learned routed adapter; ``report`` is what ``generate.token_router.make_routed`` returns."""
     return [
         "",
-        "## A learned routed adapter of them, on the same test images",
+        "## A learned routed adapter over these adapters, on the same test images",
         "",
         f"`routed/` gives every token one of {len(report['usage'])} adapters ({report['settings']['steps']} steps, "
         f"it was never told the domains). The oracle is the best single adapter; the routed adapter is "

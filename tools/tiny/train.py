@@ -1,4 +1,4 @@
-"""``python -m tools.tiny.train``: makes the embedded model, its adapters and a routed one of them from nothing.
+"""``python -m tools.tiny.train``: makes the embedded model, its adapters and a routed adapter over them.
 
 A fixed number of steps is split over three stages: the vision tower alone with an auxiliary head that says what lies
 in each image cell; then tower and language model together; then the same without the head while the learning rate
@@ -343,10 +343,10 @@ def train_adapters(
 def train_routed(
     model_directory: Path, adapters: Path, data: Path, out: Path, device: torch.device, steps: int, seed: int
 ) -> dict[str, Any]:
-    """Train a router over the adapters that start at the first token, without telling it the domains.
+    """Train a token router over the adapters that start at the first token, without telling it the domains.
 
     Returns:
-        what ``generation.router.make_routed`` reports, on the test splits; the routed adapter is in ``out``.
+        what ``generate.token_router.make_routed`` reports, on the test splits; the routed adapter is in ``out``.
     """
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 

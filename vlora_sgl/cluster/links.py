@@ -1,4 +1,4 @@
-"""The router's side of the connections to replicas: requests passed on, and orders in the router's own name."""
+"""The replica router's connections to replicas: requests passed on, and requests of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica gets a request. No clock, no network: the simulator and the router run the same objects.
+"""Which replica gets a request. No clock, no network: the simulator and the replica router run the same code.
 
 Device slots are the scarce thing: a replica that sees few adapters keeps them in their slots. So every
 adapter has homes: one, or as many as its share of the requests needs. Requests leave them only when these fall behind.

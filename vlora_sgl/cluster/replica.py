@@ -1,4 +1,4 @@
-"""The router's view of one replica: whether it serves, what it holds, and the requests it has or that wait for it."""
+"""The replica router's view of one replica: whether it serves, its adapters, its requests and those that wait."""
 
 from __future__ import annotations
 

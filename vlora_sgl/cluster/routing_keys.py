@@ -1,4 +1,4 @@
-"""What a router must know of a request's body: which adapters it names, and which image it is about."""
+"""What the replica router reads in a request's body: which adapters it names, and which image it is about."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
     python -m vlora_sgl.export --model DIR --hot A --cold B C --out DIR
 
-writes the fused base to ``OUT`` (same files, dtype and sharding) and, below ``OUT/adapters``, what each cold adapter
+writes the merged base to ``OUT`` (same files, dtype and sharding) and, below ``OUT/adapters``, what each cold adapter
 becomes on it, plus ``base``, which gives the original model back. Stopped halfway, the same command goes on.
 """
 
@@ -108,7 +108,7 @@ def _write_delta(
     layout: BaseLayout,
     report: ExportReport,
 ) -> None:
-    """Writes what an adapter (``None``: the original base) becomes on the fused base, reads it back and checks it."""
+    """Writes what an adapter (``None``: the original base) becomes on the merged base, reads it back and checks it."""
     own: Mapping[str, LoraPair] = {} if cold is None else cold.modules
     delta, dropped = delta_modules(own, hot.modules), {}
     if plan.compress is not None:
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="directory of the base model (safetensors)")
     parser.add_argument("--hot", help="adapter to merge: a directory or NAME=DIR; without it --trace chooses")
     parser.add_argument("--cold", nargs="*", default=[], help="the other adapters: directories or NAME=DIR")
-    parser.add_argument("--out", type=Path, required=True, help="where to write the fused base and adapters/")
+    parser.add_argument("--out", type=Path, required=True, help="where to write the merged base and adapters/")
     parser.add_argument("--compress", type=int, metavar="RANK", help="compress delta adapters to this rank (SVD)")
     parser.add_argument(
         "--exact-ranks", action="store_true", help="one rank per module (rank_pattern), no zero padding"
@@ -203,7 +203,7 @@ def _check_invocation(name: str, path: Path) -> None:
     invocation = read_description(path).invocation
     if invocation is not None:
         raise ConfigError(
-            f"{name} activates at {invocation!r}: the tokens before that run on the base model, which a fused base is "
+            f"{name} starts at {invocation!r}: the tokens before that run on the base model, which a merged base is "
             "not; serve it unmerged"
         )
 

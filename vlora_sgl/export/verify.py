@@ -1,4 +1,4 @@
-"""Checks a export against PEFT: sampled modules, random inputs, float64."""
+"""Checks an export against PEFT: sampled modules, random inputs, float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGMAS = 8
 
 
 class ExportMismatchError(VLoraError):
-    """A exported module does not compute what PEFT does on the original weights."""
+    """An exported module does not compute what PEFT does on the original weights."""
 
 
 def verify_export(
@@ -38,13 +38,13 @@ def verify_export(
 ) -> float:
     """The largest error found between an adapter on the original base and what it became, over its bound.
 
-    The fused weight is the exact sum rounded once, so an output's error is a sum of independent roundings, of standard
+    A merged weight is the exact sum rounded once, so an output's error is a sum of independent roundings, of standard
     deviation at most ``eps / sqrt(12)`` of each term: the bound is eight of those. The factors' own rounding, and what
     a compression dropped, are added.
 
     Args:
         own: the adapter's modules on the original base; none for the base itself.
-        delta: its modules on the fused base; none for the hot adapter.
+        delta: its modules on the merged base; none for the hot adapter.
         samples: how many weights to check.
         dropped: per module, the largest singular value that compression left out.
         adapter: its name, for the message.

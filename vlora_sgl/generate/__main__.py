@@ -14,13 +14,13 @@ from vlora_sgl.errors import ConfigError, MissingDependencyError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, or finish a run that was interrupted. 0: every floor holds on test data; 1: some do not; 2: faults."""
     parser = argparse.ArgumentParser(prog="python -m vlora_sgl.generate", description=__doc__)
-    parser.add_argument("config", type=Path, help="YAML file (docs/generation.md)")
+    parser.add_argument("config", type=Path, help="YAML file (docs/generate.md)")
     parser.add_argument("--check", action="store_true", help="read and check configuration and data, then stop")
     parser.add_argument(
         "--router",
         type=Path,
         metavar="DIR",
-        help="train no adapters, but a router over those of --members; a routed adapter",
+        help="train no adapters, but a token router over those of --members: a routed adapter",
     )
     parser.add_argument(
         "--members",

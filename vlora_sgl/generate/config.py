@@ -35,7 +35,7 @@ class DataSet:
         question: what is asked of every image, where rows bring no question.
         target: what to count, detect or find, for the task's prompt.
         labels: the closed set of answers; by default those of the training split.
-        data: where the data lie (docs/generation.md).
+        data: where the data lie (docs/generate.md).
         split: shares of train, validation and test, for sources that are not split.
         teacher: the model that labels ``data.images``.
         steps: optimizer steps for this data set, in place of the run's.

@@ -1,6 +1,6 @@
 """Adapters that start after the image: their delta is masked before the invocation start, in training as in serving.
 
-Serving runs the prompt's tokens up to the end of its last image on the base model (``managers/radix_cache.py`` places
+Serving runs the prompt's tokens up to the end of its last image on the base model (``mem_cache/radix_cache.py`` places
 the invocation start, ``lora/invocation.py`` splits the rows), so every such adapter shares the image's keys and values
 with the base.
 """

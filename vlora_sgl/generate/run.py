@@ -33,7 +33,7 @@ def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
     """Make the adapters of a configuration and its data, or finish a run that was interrupted.
 
     Returns:
-        the report, as written to ``output/report.json`` (docs/generation.md).
+        the report, as written to ``output/report.json`` (docs/generate.md).
     Raises:
         ConfigError: the output directory is of another run.
     """

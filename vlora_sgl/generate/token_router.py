@@ -1,4 +1,4 @@
-"""Trains the router of a routed adapter; base and members stay as they are (MoLoRA, section 4.3).
+"""Trains the token router of a routed adapter; base and members stay as they are (MoLoRA, section 4.3).
 
 The data carry no domain labels: the loss is that of the answers, plus the load balancing loss of Switch Transformer
 (Fedus et al., 2022, equation 4), which keeps every member in use. At first all members are weighed, by a softmax that

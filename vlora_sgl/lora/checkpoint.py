@@ -43,7 +43,7 @@ class LoraPair:
     Attributes:
         a: ``[r, in]``, on the CPU, in the file's dtype.
         b: ``[out, r]``, likewise.
-        scale: the LoRA scaling, not merged into either factor.
+        scale: the LoRA scaling, not multiplied into either factor.
     """
 
     a: torch.Tensor

@@ -19,10 +19,10 @@ BASE_DELTA = "base"
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """A fused base and the adapters that go with it.
+    """A merged base and the adapters that go with it.
 
     Attributes:
-        directory: of the fused base.
+        directory: of the merged base.
         hot: name of the merged adapter.
         adapters: name -> directory: the deltas, ``base`` among them, and the merged adapter's own name and heads.
     """

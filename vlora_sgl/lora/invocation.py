@@ -1,4 +1,4 @@
-"""Rows before an adapter's invocation run on the base model: a batch as its LoRA backend should see it.
+"""Rows before an adapter's invocation start run on the base model: a batch as its LoRA backend should see it.
 
 A row of a prefill batch whose invocation start lies inside it becomes two: one of the base model and one of the
 adapter. Every backend reads the batch by rows and their lengths, so none has to know.

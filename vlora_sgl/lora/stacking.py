@@ -2,7 +2,7 @@
 
 A pool slot has one rank and one scale for all its modules, and holds q, k, v (gate, up) as one stack of A factors
 ``[parts * r, in]`` and one B ``[sum of outs, r]``. An adapter that lacks a part, or whose ranks or scales differ from
-module to module, is padded with zeros and has its scale merged into B in float32, which changes nothing it computes.
+module to module, is padded with zeros and its scale multiplied into B in float32, which changes nothing it computes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Carries a plan out: the mode switch, and the model runner and decode graphs that know two variants."""
+"""The model runner, its graphs in two variants, and faster paths through attention and norms."""

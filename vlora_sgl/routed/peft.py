@@ -1,4 +1,4 @@
-"""A routed adapter inside transformers and PEFT: the reference for serving, and what a router is trained in.
+"""A routed adapter inside transformers and PEFT: the reference for serving, and what a token router is trained in.
 
 Every adapted layer computes its base output, and adds each member's delta times that member's weight at each token.
 """

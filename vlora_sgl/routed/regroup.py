@@ -1,4 +1,4 @@
-"""From the weights of routed rows to the operator's row groups, after the rows' router has spoken.
+"""From the weights of routed rows to the operator's row groups, after their token router has decided.
 
 On a GPU the host does not know the decision and does not wait for it: rows are sorted by member tuple on the device,
 into as many tiles as could be needed at most (``tiles``). Grouping by tuple lets the grouped kernels stay as they are.

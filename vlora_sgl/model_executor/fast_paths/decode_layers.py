@@ -1,4 +1,4 @@
-"""What lies between the linears of a decoding step, in fewer and faster kernels.
+"""Attention and norms of a decoding step, in fewer and faster kernels.
 
 SGLang's Triton attention takes four launches a layer: rotary positions, keys and values to the cache, attention over
 chunks of the keys, their sum. Here they are two: ``rotate_and_store`` and ``decode_attention``. For 32 sequences of
