@@ -1,4 +1,4 @@
-"""What the documents point at exists: links and anchors, files, modules, names in modules, tests, and our flags."""
+"""What the documents point at exists: links, files, modules and names in them, tests, make's targets, our flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from vlora_sgl.server_args import VLoraArgs, option_string
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]
+PAGES += sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.yaml")])
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 FLAGS = {option_string(item) for item in dataclasses.fields(VLoraArgs)}
 BASES = (ROOT, ROOT / "vlora_sgl", ROOT / "tests", ROOT / "docs")
 """Where a path in the documents may begin."""
@@ -68,8 +70,16 @@ def faults(text: str, page: Path) -> list[str]:
     found = [target for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text) if bad_link(target, page)]
     found += [flag for flag in re.findall(r"--vlora-[a-z][a-z-]*", text) if flag not in FLAGS]
     ours = "|".join(OURS)
-    found += [name for name in re.findall(rf"-m ((?:{ours})[\w.]*\w)", text) if bad_name(name, runnable=True)]
+    found += [name for name in re.findall(rf"python -m ((?:{ours})[\w.]*\w)", text) if bad_name(name, runnable=True)]
     found += [name for name in re.findall(rf"(?<![\w./:-])(?:{ours})(?:\.\w+)+", text) if bad_name(name)]
+    found += [
+        ".".join(names)
+        for names in re.findall(rf"from ((?:{ours})[\w.]*) import (\w+)", text)
+        if bad_name(".".join(names))
+    ]
+    found += [
+        f"make {target}" for target in re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)`", text) if target not in TARGETS
+    ]
     fenced = re.compile(r"^```.*?^```$|^    .*?$", re.MULTILINE | re.DOTALL)
     quoted = re.findall(r"`([^`]+)`", fenced.sub("", text))
     lines = [line for block in fenced.findall(text) for line in block.split("\n")]
@@ -98,6 +108,8 @@ WRONG = [
     "`managers/cost_table.py`",
     "`benchmarks/results/serving/nothing-*.jsonl`",
     "`e2e/test_lives.py -k no_such_test`",
+    "from vlora_sgl.models.tiny import domains",
+    "`make mix-demo`",
     "`bench_bake --tiny`",
     "`bench_e2e --rates 8\n--no-such-flag`",
     "    python -m benchmarks.serving.bench_e2e --no-such-flag",
