@@ -14,8 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from vlora_sgl.errors import ConfigError, VLoraError
@@ -26,39 +25,21 @@ BASE_SLOTS, DEFAULT_SLOTS = 1, 8
 """Of the slots that SGLang counts (``--max-loras-per-batch``, 8 by default), one is the base model's."""
 
 
-@dataclass(frozen=True)
-class ClusterArgs:
-    """A cluster's settings.
-
-    Attributes:
-        host: address to listen on.
-        port: port to listen on.
-        replicas: servers to start.
-        devices: ``CUDA_VISIBLE_DEVICES`` of each, or None to deal out what is visible.
-        join: roots of servers that somebody else starts.
-        routing: one of ROUTINGS.
-        replica_limit: most requests that a replica gets at a time.
-        queue: most requests that wait.
-        patience: seconds that a request waits while no replica serves.
-        health_interval: seconds between health checks.
-        known: adapters' paths by name, loaded when asked for.
-        shares: requests by adapter that are expected.
-        log_dir: where replicas' output goes; None: to the launcher's own.
-        server: the flags of every replica.
-    """
+class ClusterArgs(argparse.Namespace):
+    """A cluster's settings: its own flags, as ``--help`` tells them, and in ``server`` those of every replica."""
 
     host: str
     port: int
     replicas: int
-    devices: tuple[str, ...] | None
-    join: tuple[str, ...]
+    devices: list[str] | None
+    join: list[str]
     routing: str
     replica_limit: int
-    queue: int
+    queue_size: int
     patience: float
     health_interval: float
-    known: Mapping[str, str]
-    shares: Mapping[str, float]
+    known: dict[str, str]
+    shares: dict[str, float]
     log_dir: Path | None
     server: tuple[str, ...]
 
@@ -91,12 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000)
     add("--replicas", type=int, default=2, metavar="N", help="servers to start")
-    add(
-        "--replica-devices",
-        nargs="+",
-        metavar="IDS",
-        help="CUDA_VISIBLE_DEVICES of each; by default dealt out in order",
-    )
+    dealt = "CUDA_VISIBLE_DEVICES of each; by default dealt out in order"
+    add("--replica-devices", nargs="+", metavar="IDS", dest="devices", help=dealt)
     add("--join", nargs="+", default=[], metavar="URL", help="servers that somebody else starts, on other hosts say")
     add("--routing", choices=ROUTINGS, default="affinity", help="how a replica is chosen")
     add("--replica-limit", type=int, default=256, metavar="N", help="most requests that a replica gets at a time")
@@ -115,35 +92,24 @@ def parse(argv: Sequence[str]) -> ClusterArgs:
     Raises:
         ConfigError: a setting that cannot work.
     """
-    known, server = make_parser().parse_known_args(argv)
-    if known.replicas < 0 or known.replicas + len(known.join) < 1:
-        raise ConfigError(f"a cluster needs a replica; got --replicas {known.replicas} and no --join")
-    if known.replica_limit < 1:
-        raise ConfigError(f"--replica-limit must be at least 1; got {known.replica_limit}")
-    wrong = [pair for pair in known.on_demand if not all(pair.partition("="))]
+    args, server = make_parser().parse_known_args(argv, ClusterArgs())
+    args.server = tuple(server)
+    if args.replicas < 0 or args.replicas + len(args.join) < 1:
+        raise ConfigError(f"a cluster needs a replica; got --replicas {args.replicas} and no --join")
+    if args.replica_limit < 1:
+        raise ConfigError(f"--replica-limit must be at least 1; got {args.replica_limit}")
+    wrong = [pair for pair in args.on_demand if not all(pair.partition("="))]
     if wrong:
         raise ConfigError(f"--on-demand takes NAME=DIR; got {wrong[0]!r}")
+    args.known = dict(pair.split("=", 1) for pair in args.on_demand)
+    file = args.shares
     try:
-        shares = json.loads(known.shares.read_text()) if known.shares else {}
-        shares = {str(name): float(share) for name, share in shares.get("shares", shares).items()}
+        shares = json.loads(file.read_text()) if file else {}
+        args.shares = {str(name): float(share) for name, share in shares.get("shares", shares).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"--shares {known.shares}: expected a JSON object of numbers by adapter: {error}") from error
-    return ClusterArgs(
-        host=known.host,
-        port=known.port,
-        replicas=known.replicas,
-        devices=tuple(known.replica_devices) if known.replica_devices else None,
-        join=tuple(url.rstrip("/") for url in known.join),
-        routing=known.routing,
-        replica_limit=known.replica_limit,
-        queue=known.queue_size,
-        patience=known.patience,
-        health_interval=known.health_interval,
-        known=dict(pair.split("=", 1) for pair in known.on_demand),
-        shares=shares,
-        log_dir=known.log_dir,
-        server=tuple(server),
-    )
+        raise ConfigError(f"--shares {file}: expected a JSON object of numbers by adapter: {error}") from error
+    args.join = [url.rstrip("/") for url in args.join]
+    return args
 
 
 def deal_devices(args: ClusterArgs) -> list[str | None]:
@@ -155,7 +121,7 @@ def deal_devices(args: ClusterArgs) -> list[str | None]:
     if args.devices is not None:
         if len(args.devices) != args.replicas:
             raise ConfigError(f"--replica-devices names {len(args.devices)} replicas' devices for {args.replicas}")
-        return list(args.devices)
+        return [*args.devices]
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given == "" or not has_accelerator():
         return [None] * args.replicas
@@ -216,7 +182,7 @@ async def run(args: ClusterArgs) -> None:
         replicas,
         routing,
         links,
-        Settings(args.queue, args.patience),
+        Settings(args.queue_size, args.patience),
         args.known,
         on_trouble=lambda replica: supervisors[replica.number].suspect(),
     )

@@ -19,8 +19,8 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.summary import RESULTS, SUMMARY, record
+from tests.support.fewest_by_trying_all import fewest_by_trying_all
 from tests.support.worlds import KINDS, random_world
-from vlora_sgl.generate.exhaustive import fewest_by_trying_all
 from vlora_sgl.generate.fusion import fuse_by_search, fuse_greedily, packing_bound
 from vlora_sgl.generate.ledger import Ledger
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.fewest_by_trying_all import fewest_by_trying_all
 from tests.support.worlds import KINDS, World, random_world
-from vlora_sgl.generate.exhaustive import fewest_by_trying_all
 from vlora_sgl.generate.fusion import (
     fewest_adapters,
     fuse_by_search,

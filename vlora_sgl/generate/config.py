@@ -1,4 +1,7 @@
-"""The configuration of a run: a YAML file read into frozen dataclasses; its faults are reported at once, by line."""
+"""The configuration of a run: a YAML file read into frozen dataclasses; its faults are reported at once, by line.
+
+Pydantic checks every setting against the type that its field is declared with.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import yaml
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError, ValidationInfo
 
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.generate.datasets import SPLITS
@@ -19,8 +23,81 @@ from vlora_sgl.generate.tasks import TASKS, TaskKind
 from vlora_sgl.generate.trainer import LoraSettings
 
 ORDERS = ("given", "random", "search")
-SOURCES = ("splits", "train", "folder", "huggingface", "images")
-TEACHERS = ("python", "onnx", "pipeline", "torchvision")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def _must(rule: str, holds: Callable[[Any], Any]) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(f"must {rule}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _one_of(names: Collection[str]) -> AfterValidator:
+    return _must(f"be one of {', '.join(names)}", names.__contains__)
+
+
+def _shares(value: Any) -> Any:
+    shares = value if isinstance(value, tuple) else ()
+    numbers = [x for x in shares if isinstance(x, int | float) and x > 0]
+    if not (len(shares) == len(numbers) == 3 and abs(sum(numbers) - 1) < 1e-6):
+        raise ValueError("must be three shares above 0 that sum to 1")
+    return value
+
+
+def _path(what: str, there: Callable[[Path], bool], word: bool = False) -> AfterValidator:
+    """A path relative to the file; with ``word``, a plain word stays what it is: the teacher's library knows it."""
+
+    def check(value: str, info: ValidationInfo) -> str:
+        found = (info.context / value).resolve()
+        if word and "/" not in value and "." not in value:
+            return value
+        if not there(found):
+            raise FileNotFoundError(f"no such {what}: {found}")
+        return str(found)
+
+    return AfterValidator(check)
+
+
+def _function(value: str, info: ValidationInfo) -> str:
+    module, _, function = value.rpartition(":")
+    if not module or not function.isidentifier():
+        raise ValueError("must be MODULE:FUNCTION or FILE.py:FUNCTION")
+    if module.endswith(".py"):
+        module = str((info.context / module).resolve())
+        if not Path(module).is_file():
+            raise FileNotFoundError(f"no such file: {module}")
+    return f"{module}:{function}"
+
+
+_NAME = _must("be letters, digits, _ and -", re.compile(r"[A-Za-z0-9_-]+").fullmatch)
+_TEXTS = BeforeValidator(lambda value: tuple(map(str, value)) if isinstance(value, tuple) else value)
+_DISTINCT = _must("be distinct", lambda names: len(set(names)) == len(names))
+_SHARES = BeforeValidator(_shares)
+_FILE = Annotated[str, _path("file", Path.is_file)]
+_DIRECTORY = Annotated[str, _path("directory", Path.is_dir)]
+_WEIGHTS = Annotated[str, _path("file", Path.exists, word=True)]
+Share = Annotated[float, _must("lie in [0, 1]", lambda share: 0 <= share <= 1)]
+
+_TYPES = {"tuple": "list", "string": "str", "path": "str", "dict": "mapping"}
+_IMAGES = {"labels": Any, "size": Any, "mean": Any, "std": Any}
+SOURCES: dict[str, dict[str, Any]] = {
+    "splits": {"splits": _DIRECTORY},
+    "train": dict.fromkeys(SPLITS, _FILE),
+    "folder": {"folder": _DIRECTORY},
+    "huggingface": {"huggingface": _DIRECTORY, "image": str, "question": str, "answer": str},
+    "images": {"images": _DIRECTORY, **dict.fromkeys(SPLITS[1:], _FILE)},
+}
+"""Where data may come from, and the settings of such ``data``."""
+TEACHERS: dict[str, dict[str, Any]] = {
+    "python": {"python": Annotated[str, AfterValidator(_function)]},
+    "onnx": {"onnx": _WEIGHTS, **_IMAGES},
+    "pipeline": {"pipeline": str, "model": _WEIGHTS},
+    "torchvision": {"torchvision": str, "weights": _WEIGHTS, **_IMAGES},
+}
+"""Kinds of teachers, and their settings."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +119,21 @@ class DataSet:
         where: ``file:line`` of its entry, for messages.
     """
 
-    name: str
-    task: str
-    floor: float
-    metric: str
+    name: Annotated[str, _NAME]
+    task: Annotated[str, _one_of(TASKS)]
+    floor: Annotated[float, _must("lie in (0, 1]", lambda floor: 0 < floor <= 1)]
     data: Mapping[str, str]
+    metric: str = ""
     question: str | None = None
     target: str | None = None
-    labels: tuple[str, ...] | None = None
-    split: tuple[float, float, float] = (0.7, 0.15, 0.15)
+    labels: Annotated[tuple[str, ...], _TEXTS, _DISTINCT] | None = None
+    split: Annotated[tuple[float, float, float], _SHARES] = (0.7, 0.15, 0.15)
     teacher: Mapping[str, Any] | None = None
-    steps: int | None = None
+    steps: Annotated[int, _must("be at least 1", lambda steps: steps >= 1)] | None = None
     where: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metric", self.metric or self.kind.metrics[0])
 
     @property
     def kind(self) -> TaskKind:
@@ -83,17 +163,17 @@ class RunConfig:
     """
 
     base: str
-    output: Path
+    output: Annotated[Path, Strict(False)]
     datasets: tuple[DataSet, ...]
     lora: LoraSettings = field(default_factory=LoraSettings)
-    confidence: float = 0.95
-    order: str = "search"
+    confidence: Annotated[float, _must("lie in [0.5, 1)", lambda confidence: 0.5 <= confidence < 1)] = 0.95
+    order: Annotated[str, _one_of(ORDERS)] = "search"
     extra: int | None = None
-    probe: float = 0.2
-    rehearsal: float = 0.0
+    probe: Share = 0.2
+    rehearsal: Share = 0.0
     heads: bool = False
     curve: bool = False
-    device: str = "auto"
+    device: Annotated[str, _one_of(DEVICES)] = "auto"
     seed: int = 0
 
     @property
@@ -176,245 +256,119 @@ class _Reader:
     def fault(self, line: int, message: str) -> None:
         self.faults.append(f"{self.path}:{line}: {message}")
 
-    def get(
-        self, section: _Section, key: str, kind: type | tuple[type, ...], default: Any = dataclasses.MISSING
-    ) -> Any:
-        """A value of the right type; a missing or mistyped one is a fault, and ``None`` comes back."""
-        if key not in section or section[key] is None:
-            if default is dataclasses.MISSING:
-                self.fault(section.line, f"{key} is missing")
-                return None
-            return default
-        value = section[key]
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join("mapping" if k is dict else k.__name__ for k in kinds)
-            self.fault(section.lines[key], f"{key} must be a {wanted}, got {value!r}")
+    def values(self, section: _Section, types: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """The settings of a section that fit their types; a wrong or unknown one is a fault and left out."""
+        values = {}
+        for key, given in section.items():
+            if key not in types:
+                self.fault(section.lines[key], f"{what} has no setting {key!r}; it has {', '.join(types)}")
+            elif given is not None:
+                check = TypeAdapter(types[key], config=ConfigDict(strict=True))
+                try:
+                    tuples = tuple(given) if isinstance(given, list) else given
+                    values[key] = check.validate_python(tuples, context=self.path.parent)
+                except FileNotFoundError as error:
+                    self.fault(section.lines[key], f"{key}: {error}")
+                except ValidationError as error:
+                    self.fault(section.lines[key], f"{key} {_rule(error)}, got {_shown(given)}")
+        return values
+
+    def fields(self, section: _Section, kind: type, what: str, **nested: Any) -> dict[str, Any]:
+        """The same for the fields of a dataclass, of which some have another type in the file or None, if they are no
+        settings; a missing one is a fault, too."""
+        types = get_type_hints(kind, include_extras=True) | nested
+        for item in dataclasses.fields(kind):
+            if item.default is item.default_factory is MISSING and section.get(item.name) is None:
+                self.fault(section.line, f"{item.name} is missing")
+        return self.values(section, {name: hint for name, hint in types.items() if hint is not None}, what)
+
+    def variant(self, section: _Section, key: str, kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+        """A mapping that must be one of ``kinds``, and have that one's settings only; ``None`` if it is faulty."""
+        given, before = [kind for kind in kinds if kind in section[key]], len(self.faults)
+        if len(given) != 1:
+            self.fault(section.lines[key], f"{key} needs exactly one of {', '.join(kinds)}")
             return None
-        return value
-
-    def within(
-        self, section: _Section, key: str, value: float | None, low: float, high: float, ends: str = "[]"
-    ) -> float | None:
-        """The value; one outside the interval is a fault, and ``None`` comes back. Round ``ends`` lie outside."""
-        closed = [end for end, bracket in ((low, "["), (high, "]")) if bracket in ends]
-        if value is None or low < value < high or value in closed:
-            return value
-        interval = f"{ends[0]}{low:g}, {high:g}{ends[1]}"
-        self.fault(section.lines.get(key, section.line), f"{key} must lie in {interval}, got {value:g}")
-        return None
-
-    def known(self, section: _Section, keys: Sequence[str], what: str) -> None:
-        for key in section:
-            if key not in keys:
-                self.fault(section.lines[key], f"{what} has no setting {key!r}; it has {', '.join(keys)}")
-
-    def one_of(self, section: _Section, key: str, value: str | None, known: Sequence[str]) -> None:
-        if value is not None and value not in known:
-            self.fault(section.lines.get(key, section.line), f"{key} must be one of {', '.join(known)}, got {value!r}")
+        values = self.values(section[key], kinds[given[0]], key)
+        return values if len(self.faults) == before else None
 
     def run(self, tree: _Section) -> RunConfig:
-        self.known(tree, [f.name for f in dataclasses.fields(RunConfig)], "a run")
-        base, output = self.get(tree, "base", str), self.get(tree, "output", str)
-        order = self.get(tree, "order", str, "search")
-        self.one_of(tree, "order", order, ORDERS)
-        device = self.get(tree, "device", str, "auto")
-        self.one_of(tree, "device", device, ("auto", "cpu", "cuda"))
-        probe, rehearsal = self.get(tree, "probe", float, 0.2), self.get(tree, "rehearsal", float, 0.0)
-        self.within(tree, "probe", probe, 0, 1)
-        self.within(tree, "rehearsal", rehearsal, 0, 1)
-        confidence = self.get(tree, "confidence", float, RunConfig.confidence)
-        confidence = self.within(tree, "confidence", confidence, 0.5, 1, ends="[)")
-        extra = self.get(tree, "extra", int, None)
-        heads, curve = self.get(tree, "heads", bool, False), self.get(tree, "curve", bool, False)
-        seed = self.get(tree, "seed", int, 0)
-        lora = self.lora(self.get(tree, "lora", dict, None))
-        entries = self.get(tree, "datasets", list)
+        values = self.fields(tree, RunConfig, "a run", lora=dict, datasets=tuple)
         datasets: list[DataSet | None] = []
         seen: dict[str, str] = {}
-        for number, entry in enumerate(entries or [], 1):
+        for number, entry in enumerate(values.pop("datasets", ()), 1):
             if not isinstance(entry, _Section):
                 self.fault(tree.lines["datasets"], f"data set {number} must be a mapping, got {entry!r}")
                 continue
-            item = self.dataset(entry, heads)
-            datasets.append(item)
+            datasets.append(self.dataset(entry, values.get("heads", False)))
             name = entry.get("name")
             if name in seen:
                 self.fault(entry.line, f"the name {name!r} is taken at {seen[name]}")
             elif isinstance(name, str):
                 seen[name] = f"{self.path}:{entry.line}"
-        if entries is not None and not entries:
+        if tree.get("datasets") == []:
             self.fault(tree.lines["datasets"], "there is no data set")
-        if base is not None and base != "tiny" and ("/" in base or base.startswith(".")):
-            base = str(self.resolve(base))
-            if not Path(base).is_dir() and Path(tree["base"]).is_absolute() | tree["base"].startswith("."):
+        given = base = values.pop("base", "tiny")
+        if base != "tiny" and ("/" in base or base.startswith(".")):
+            base = str((self.path.parent / base).resolve())
+            if not Path(base).is_dir() and (Path(given).is_absolute() or given.startswith(".")):
                 self.fault(tree.lines["base"], f"base: no such directory: {base}")
-        return RunConfig(
-            base=base or "tiny",
-            output=self.resolve(output or "."),
-            datasets=tuple(item for item in datasets if item is not None),
-            lora=lora,
-            confidence=confidence or RunConfig.confidence,
-            order=order,
-            extra=extra,
-            probe=probe,
-            rehearsal=rehearsal,
-            heads=heads,
-            curve=curve,
-            device=device,
-            seed=seed,
-        )
+        values["lora"] = self.lora(tree["lora"]) if "lora" in values else LoraSettings()
+        values["output"] = (self.path.parent / values.get("output", ".")).resolve()
+        return RunConfig(base=base, datasets=tuple(item for item in datasets if item is not None), **values)
 
-    def lora(self, section: _Section | None) -> LoraSettings:
-        if section is None:
+    def lora(self, section: _Section) -> LoraSettings:
+        try:
+            return LoraSettings(**self.fields(section, LoraSettings, "lora", seed=None))
+        except ConfigError as error:
+            self.fault(section.lines["activate"], str(error))
             return LoraSettings()
-        fields = {f.name: f for f in dataclasses.fields(LoraSettings) if f.name != "seed"}
-        self.known(section, list(fields), "lora")
-        values: dict[str, Any] = {}
-        for name in fields.keys() & section.keys():
-            default = fields[name].default
-            kind = {"targets": list, "activate": str}.get(name, type(default))
-            value = self.get(section, name, kind)
-            if name in ("rank", "alpha", "batch_size", "learning_rate") and value is not None and value <= 0:
-                self.fault(section.lines[name], f"{name} must be above 0, got {value:g}")
-            values[name] = tuple(value) if name == "targets" and value is not None else value
-        if "activate" in values:
-            self.one_of(section, "activate", values["activate"], ("after_image",))
-        return LoraSettings() if self.faults else LoraSettings(**values)
 
-    def dataset(self, section: _Section, heads: bool | None) -> DataSet | None:
-        self.known(section, [f.name for f in dataclasses.fields(DataSet) if f.name != "where"], "a data set")
-        name = self.get(section, "name", str)
-        if name is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            self.fault(section.lines["name"], f"a name is letters, digits, _ and -; got {name!r}")
-        task = self.get(section, "task", str)
-        self.one_of(section, "task", task, list(TASKS))
-        kind = TASKS.get(task or "")
-        floor = self.within(section, "floor", self.get(section, "floor", float), 0, 1, ends="(]")
-        metric = self.get(section, "metric", str, kind.metrics[0] if kind else "")
+    def dataset(self, section: _Section, heads: bool) -> DataSet | None:
+        values = self.fields(section, DataSet, "a data set", where=None, data=dict, teacher=dict)
+        kind = TASKS.get(values.get("task", ""))
         if kind is not None:
-            if metric is not None and metric not in kind.metrics:
+            metric = values.get("metric", kind.metrics[0])
+            if metric not in kind.metrics:
                 fits = ", ".join(kind.metrics)
-                self.fault(section.lines["metric"], f"metric {metric!r} does not measure {task}; {fits} would")
+                self.fault(section.lines["metric"], f"metric {metric!r} does not measure {kind.name}; {fits} would")
             if heads and kind.head is None:
-                self.fault(section.lines["task"], f"no head answers {task}: set heads to false")
-            if heads and metric not in (None, "top1"):
+                self.fault(section.lines["task"], f"no head answers {kind.name}: set heads to false")
+            if heads and metric != "top1":
                 self.fault(section.line, f"a head's answers are measured by top1, not by {metric}")
-        labels = self.get(section, "labels", list, None)
-        if labels is not None and len({str(label) for label in labels}) != len(labels):
-            self.fault(section.lines["labels"], "labels must be distinct")
-        split = self.get(section, "split", list, [0.7, 0.15, 0.15])
-        numbers = [x for x in split or [] if isinstance(x, int | float) and x > 0]
-        if split is not None and (len(split) != 3 or len(numbers) != 3 or abs(sum(numbers) - 1) > 1e-6):
-            self.fault(section.lines["split"], f"split must be three shares above 0 that sum to 1, got {split!r}")
-        data = self.data(section)
-        teacher = self.teacher(section, data)
-        steps = self.get(section, "steps", int, None)
-        if steps is not None and steps < 1:
-            self.fault(section.lines["steps"], f"steps must be at least 1, got {steps}")
-        question, target = self.get(section, "question", str, None), self.get(section, "target", str, None)
-        if kind is not None and data is not None and not ("question" in section or "target" in section):
-            unlabelled = bool({"folder", "images"} & data.keys())
-            if kind.needs and unlabelled:
-                self.fault(section.line, f"{task} on images without rows needs a {kind.needs}")
+        data = self.data(section) if "data" in values else None
+        if data is not None and ("teacher" in section) != ("images" in data):
+            self.fault(section.line, "a teacher labels data.images: give both or neither")
+        teacher = self.variant(section, "teacher", TEACHERS) if "teacher" in values else None
+        asked = "question" in section or "target" in section
+        if data and kind and kind.needs and not asked and {"folder", "images"} & data.keys():
+            self.fault(section.line, f"{kind.name} on images without rows needs a {kind.needs}")
+        name = section.get("name")
         if data is None or kind is None or not isinstance(name, str) or (teacher is None and "teacher" in section):
             return None  # its data cannot be checked either
-        return DataSet(
-            name=name,
-            task=task,
-            floor=floor or 1.0,
-            metric=metric or kind.metrics[0],
-            data=data,
-            question=question,
-            target=target,
-            labels=tuple(str(label) for label in labels) if labels is not None else None,
-            split=(numbers[0], numbers[1], numbers[2]) if len(numbers) == 3 else DataSet.split,
-            teacher=teacher,
-            steps=steps,
-            where=f"{self.path}:{section.line}",
-        )
+        given = {"name": name, "data": data, "teacher": teacher, "where": f"{self.path}:{section.line}"}
+        return DataSet(**{"floor": 1.0} | values | given)
 
     def data(self, section: _Section) -> dict[str, str] | None:
-        data = self.get(section, "data", dict)
-        if data is None:
+        data = self.variant(section, "data", SOURCES)
+        if data is None or "splits" not in data:
+            return data
+        files = {split: Path(data["splits"]) / f"{split}.jsonl" for split in SPLITS}
+        if not files["train"].is_file():
+            self.fault(section["data"].lines["splits"], f"splits: {data['splits']} has no train.jsonl")
             return None
-        sources = [source for source in SOURCES if source in data]
-        if len(sources) != 1:
-            self.fault(section.lines["data"], f"data needs exactly one of {', '.join(SOURCES)}")
-            return None
-        allowed = {
-            "splits": ["splits"],
-            "train": ["train", "validation", "test"],
-            "folder": ["folder"],
-            "huggingface": ["huggingface", "image", "question", "answer"],
-            "images": ["images", "validation", "test"],
-        }[sources[0]]
-        self.known(data, allowed, "data")
-        result, whole = {}, True
-        for key in allowed:
-            value = self.get(data, key, str, None)
-            if value is None:
-                continue
-            if key in ("image", "question", "answer"):
-                result[key] = value
-                continue
-            found = self.resolve(value)
-            if not (found.is_file() if key in SPLITS else found.is_dir()):
-                self.fault(data.lines[key], f"{key}: no such {'file' if key in SPLITS else 'directory'}: {found}")
-                whole = False
-            result[key] = str(found)
-        if not whole:
-            return None
-        if "splits" in result:
-            found = Path(result["splits"])
-            files = {split: found / f"{split}.jsonl" for split in SPLITS}
-            if found.is_dir() and not files["train"].is_file():
-                self.fault(data.lines["splits"], f"splits: {found} has no train.jsonl")
-                return None
-            return {split: str(path) for split, path in files.items() if path.is_file()}
-        return result
+        return {split: str(path) for split, path in files.items() if path.is_file()}
 
-    def teacher(self, section: _Section, data: Mapping[str, str] | None) -> dict[str, Any] | None:
-        teacher = self.get(section, "teacher", dict, None)
-        if data is not None and (teacher is not None) != ("images" in data):
-            self.fault(section.line, "a teacher labels data.images: give both or neither")
-        if teacher is None:
-            return None
-        kinds = [kind for kind in TEACHERS if kind in teacher]
-        if len(kinds) != 1:
-            self.fault(section.lines["teacher"], f"a teacher is exactly one of {', '.join(TEACHERS)}")
-            return None
-        kind = kinds[0]
-        self.known(
-            teacher,
-            {
-                "python": ["python"],
-                "onnx": ["onnx", "labels", "size", "mean", "std"],
-                "pipeline": ["pipeline", "model"],
-                "torchvision": ["torchvision", "weights", "labels", "size", "mean", "std"],
-            }[kind],
-            f"a {kind} teacher",
-        )
-        result = dict(teacher)
-        for key in ("onnx", "weights", "model"):
-            if key in result and ("/" in str(result[key]) or "." in str(result[key])):
-                result[key] = str(self.resolve(str(result[key])))
-                if not Path(result[key]).exists():
-                    self.fault(teacher.lines[key], f"{key}: no such file: {result[key]}")
-        if kind == "python":
-            module, _, function = str(result["python"]).rpartition(":")
-            if not module or not function.isidentifier():
-                self.fault(
-                    teacher.lines["python"],
-                    f"python must be MODULE:FUNCTION or FILE.py:FUNCTION, got {result['python']!r}",
-                )
-            elif module.endswith(".py"):
-                if not self.resolve(module).is_file():
-                    self.fault(teacher.lines["python"], f"python: no such file: {self.resolve(module)}")
-                result["python"] = f"{self.resolve(module)}:{function}"
-        return result
 
-    def resolve(self, value: str) -> Path:
-        return (self.path.parent / value).resolve()
+def _rule(error: ValidationError) -> str:
+    """What a setting broke, in our words."""
+    first = error.errors()[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    if first["type"] == "greater_than":
+        return f"must be above {first['ctx']['gt']:g}"
+    kind = first["type"].removesuffix("_type")
+    return f"must be a {_TYPES.get(kind, kind)}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)

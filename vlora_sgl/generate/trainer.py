@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
 from tqdm import tqdm
 
 from vlora_sgl.errors import ConfigError
@@ -42,12 +43,12 @@ class LoraSettings:
         gradient_checkpointing: compute activations again in the backward pass: less memory, more time.
     """
 
-    rank: int = 16
-    alpha: int = 32
+    rank: PositiveInt = 16
+    alpha: PositiveInt = 32
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    learning_rate: float = 2e-3
+    learning_rate: PositiveFloat = 2e-3
     epochs: float = 10
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     seed: int = 0
     activate: str | None = None
     head_weight: float = 1.0
