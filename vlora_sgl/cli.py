@@ -10,8 +10,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import VLoraError
 from vlora_sgl.server_args import SLOT_UNIT
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def inspect_adapter(directory: Path, model: Path | None = None) -> dict[str, Any]:
+def inspect_adapter(directory: Path, model: Path | None = None) -> JsonDict:
     """The load report of ``directory``, with its cost on ``model`` where one is given: host and device memory, the
     latter in the smallest slot that holds it (``--vlora-slot-ranks``).
 
@@ -64,7 +64,7 @@ def inspect_adapter(directory: Path, model: Path | None = None) -> dict[str, Any
     return answer
 
 
-def _inspect(args: argparse.Namespace) -> dict[str, Any]:
+def _inspect(args: argparse.Namespace) -> JsonDict:
     return inspect_adapter(args.directory, args.model)
 
 
@@ -76,7 +76,7 @@ def _model_width(model: Path) -> int:
     return _DTYPE_BYTES.get(next((name for name in names if name), "bfloat16"), 2)
 
 
-def _render(report: dict[str, Any]) -> str:
+def _render(report: JsonDict) -> str:
     rows = {
         "adapter": report["path"],
         "would load": f"yes, on {report['checked_against']}"

@@ -6,7 +6,6 @@ Importing this module imports SGLang, and on a plain CPU begins the same import 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from vlora_sgl.platforms.cpu import has_accelerator
 from vlora_sgl.startup import processes, quiet
@@ -43,7 +42,7 @@ class Engine(AsksHeads, _sgl.Engine):
     run_scheduler_process_func = processes.WithEnvironment(processes.run_scheduler)
     run_detokenizer_process_func = processes.WithEnvironment(processes.run_detokenizer)
 
-    def __init__(self, *, vlora: VLoraArgs | None = None, **server_args: Any) -> None:
+    def __init__(self, *, vlora: VLoraArgs | None = None, **server_args: object) -> None:
         ours = vlora or VLoraArgs()
         ours.to_environment()
         imports.disable_other_models(str(server_args.get("model_path", "")))

@@ -17,7 +17,6 @@ VLoraError                      anything of ours; catch this to catch all
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 
 class VLoraError(Exception):
@@ -99,12 +98,12 @@ class ProgramError(VLoraError, RuntimeError):
         location: the statement's file, line and function, or None where no single statement is at fault.
     """
 
-    def __init__(self, reason: str, location: Any = None) -> None:
+    def __init__(self, reason: str, location: object = None) -> None:
         super().__init__(reason, location)
         self.reason = reason
         self.location = location
 
-    def locate(self, location: Any) -> None:
+    def locate(self, location: object) -> None:
         """Say where, unless that is known already."""
         if self.location is None:
             self.location = location

@@ -102,7 +102,7 @@ def parse(argv: Sequence[str]) -> ClusterArgs:
     if wrong:
         raise ConfigError(f"--on-demand takes NAME=DIR; got {wrong[0]!r}")
     args.known = dict(pair.split("=", 1) for pair in args.on_demand)
-    file = args.shares
+    file: Path | None = vars(args)["shares"]
     try:
         shares = json.loads(file.read_text()) if file else {}
         args.shares = {str(name): float(share) for name, share in shares.get("shares", shares).items()}

@@ -18,13 +18,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError, VLoraError
 from vlora_sgl.managers.policies.cost_fit import describe, fit
 from vlora_sgl.managers.policies.cost_table import MEASURED, TABLES, CostTable, load_tables, save_tables
 from vlora_sgl.managers.policies.iteration_log import read_log
 from vlora_sgl.server_args import VLoraArgs, split_argv
+
+if TYPE_CHECKING:
+    from vlora_sgl.engine import Engine
 
 PROMPTS = (64, 256)
 """Prompt lengths, in tokens."""
@@ -55,7 +59,7 @@ def batches(adapters: Sequence[str], most: int) -> Iterator[tuple[str, list[str 
             yield "mixture", [hot if 2 * n <= rows else None for n in range(rows)]
 
 
-def drive(engine: Any, adapters: Sequence[str], most: int, vocabulary: int, rounds: int) -> None:
+def drive(engine: Engine, adapters: Sequence[str], most: int, vocabulary: int, rounds: int) -> None:
     """Run the schedule ``rounds`` times, and once before that to compile what it needs."""
     rng = random.Random(0)
     for _ in range(rounds + 1):
@@ -69,7 +73,7 @@ def drive(engine: Any, adapters: Sequence[str], most: int, vocabulary: int, roun
                 )
 
 
-def engine_settings(argv: Sequence[str]) -> dict[str, Any]:
+def engine_settings(argv: Sequence[str]) -> JsonDict:
     """SGLang's flags as ``Engine`` arguments, those that were given."""
     from vlora_sgl import _sgl, plugin
 
@@ -80,7 +84,7 @@ def engine_settings(argv: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value != parser.get_default(name)}
 
 
-def measure(ours: VLoraArgs, settings: dict[str, Any], rounds: int) -> tuple[CostTable, list[dict[str, Any]]]:
+def measure(ours: VLoraArgs, settings: JsonDict, rounds: int) -> tuple[CostTable, list[JsonDict]]:
     """Run an engine through the schedule.
 
     Returns:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from tools.tiny import batches, build, domains
 from tools.tiny import scenes as S
-from vlora_sgl.generate.datasets import read_jsonl
+from vlora_sgl.generate.datasets import SPLITS, read_jsonl
 from vlora_sgl.generate.trainer import (
     LoraSettings,
     Prepared,
@@ -70,7 +70,7 @@ class CellHead(torch.nn.Module):
         return sum(terms, torch.zeros((), device=tokens.device))
 
 
-class _Stream(torch.utils.data.IterableDataset):
+class _Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
     """Endless batches; worker w of n makes those with number = w mod n, so the stream does not depend on timing."""
 
     def __init__(self, encoder: batches.Encoder, size: int, seed: int, kinds: tuple[str, ...]) -> None:
@@ -277,7 +277,7 @@ def train_adapter(
     model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_directory, dtype=torch.float32)
     model.to(device)
     width = model.config.text_config.hidden_size
-    examples = {s: read_jsonl(data / domain / f"{s}.jsonl") for s in domains.SPLITS}
+    examples = {s: read_jsonl(data / domain / f"{s}.jsonl") for s in SPLITS}
     splits = {s: Prepared(model, processor, examples[s]) for s in ("validation", "test")}
     before = float(np.mean(exact_match(model, processor, splits["test"])))
     if not (resume and (out / name / DESCRIPTION_FILE).is_file()):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from vlora_sgl.cluster.links import ADAPTER_ORDERS, end_to_end
 from vlora_sgl.cluster.replica import Replica
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import UnknownAdapterError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class AdapterRoutes:
 
     async def list_adapters(self, request: web.Request) -> web.Response:
         """Every adapter on every replica that holds it, and those that none holds."""
-        rows: list[dict[str, Any]] = []
+        rows: list[JsonDict] = []
         for replica in await self.router.some():
             answer = await self.links.order(replica, "GET", "/lora_adapters", headers=end_to_end(request.headers))
             rows += [{**row, "replica": replica.number} for row in json.loads(answer)["adapters"]]
@@ -104,7 +105,7 @@ class AdapterRoutes:
             raise UnknownAdapterError(name, self.catalogue.paths)
         return web.json_response(card)
 
-    async def _models(self, request: web.Request) -> Any:
+    async def _models(self, request: web.Request) -> JsonDict:
         (replica, *_) = await self.router.some()
         answer = await self.links.order(replica, "GET", "/v1/models", headers=end_to_end(request.headers))
         models = json.loads(answer)
@@ -131,7 +132,7 @@ class AdapterRoutes:
         return holders
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _object(body: bytes) -> JsonDict:
     """The JSON object in a body; an empty one where there is none, which the replica then refuses."""
     try:
         data = json.loads(body)

@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -105,7 +104,7 @@ class Links:
         replica: Replica,
         method: str,
         path: str,
-        body: Any = None,
+        body: bytes | Mapping[str, object] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
         """Ask something of a replica; by default in the router's own name.

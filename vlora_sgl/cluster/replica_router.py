@@ -12,7 +12,6 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -24,6 +23,7 @@ from vlora_sgl.cluster.links import Links, Lost, NotSent, Refused, end_to_end
 from vlora_sgl.cluster.placement import Routing
 from vlora_sgl.cluster.replica import Replica, ReplicaGone
 from vlora_sgl.cluster.routing_keys import read
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ClusterError, ReplicaLostError, VLoraError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -252,7 +252,10 @@ class Router:
         return await self.tell(request, await self.some())
 
     async def tell(
-        self, request: web.Request, replicas: Sequence[Replica], done: Callable[[Replica], Any] = lambda replica: None
+        self,
+        request: web.Request,
+        replicas: Sequence[Replica],
+        done: Callable[[Replica], object] = lambda replica: None,
     ) -> web.Response:
         """Pass an order on to some replicas, one after the other. The first answer.
 
@@ -313,7 +316,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     return web.json_response(_error(error), status=error.http_status, headers=headers)
 
 
-def _error(error: VLoraError) -> dict[str, Any]:
+def _error(error: VLoraError) -> JsonDict:
     return {
         "error": {"message": str(error), "type": type(error).__name__, "param": None, "code": error.http_status},
     }

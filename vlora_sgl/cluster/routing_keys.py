@@ -6,8 +6,8 @@ import hashlib
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import UnknownAdapterError
 
 
@@ -57,7 +57,7 @@ def read(body: bytes, adapters: Collection[str], bases: Collection[str]) -> Want
     return Wanted(ordered, _digest(_first_image(data)))
 
 
-def _first_image(data: dict[str, Any]) -> Any:
+def _first_image(data: JsonDict) -> object:
     """The first image in a body of any of our routes, in whatever form, or None."""
     images = data.get("image_data")
     while isinstance(images, list):
@@ -73,7 +73,7 @@ def _first_image(data: dict[str, Any]) -> Any:
     return None
 
 
-def _digest(image: Any) -> bytes | None:
+def _digest(image: object) -> bytes | None:
     if image is None:
         return None
     text = image if isinstance(image, str) else json.dumps(image, sort_keys=True)

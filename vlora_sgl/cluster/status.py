@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from vlora_sgl.cluster.placement import Affinity, Routing
 from vlora_sgl.cluster.replica import Replica
+from vlora_sgl.core import JsonDict
 
 PER_REPLICA = {
     "serving": ("gauge", "Whether the replica serves."),
@@ -22,7 +22,7 @@ PER_CLUSTER = {
 }
 
 
-def state(replicas: Sequence[Replica], routing: Routing, counts: Mapping[str, int]) -> dict[str, Any]:
+def state(replicas: Sequence[Replica], routing: Routing, counts: Mapping[str, int]) -> JsonDict:
     """Replicas, homes of the adapters and requests by adapter; the last can be given to the next start.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -133,8 +132,8 @@ def _with_partners(modules: Mapping[str, LoraPair], layout: BaseLayout) -> dict[
             for part in parts:
                 if part not in whole and part in layout.paths:
                     like, (out, inner) = modules[name], layout.shapes[part]
-                    zero: dict[str, Any] = {"dtype": like.b.dtype}
-                    whole[part] = LoraPair(torch.zeros(1, inner, **zero), torch.zeros(out, 1, **zero), 1.0)
+                    a, b = like.b.new_zeros(1, inner), like.b.new_zeros(out, 1)
+                    whole[part] = LoraPair(a, b, 1.0)
     return whole
 
 

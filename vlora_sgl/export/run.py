@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -208,7 +207,7 @@ def _check_invocation(name: str, path: Path) -> None:
         )
 
 
-def _state(plan: ExportPlan, hot: AdapterWeights) -> dict[str, Any]:
+def _state(plan: ExportPlan, hot: AdapterWeights) -> dict[str, object]:
     return {
         "format": FORMAT,
         "model": str(plan.model.resolve()),

@@ -6,9 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlora_sgl.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from vlora_sgl.generate.config import RunConfig
+    from vlora_sgl.generate.sources import LoadedSet
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _route(config: Any, datasets: Any, members: Sequence[str] | None, out: Path) -> int:
+def _route(config: RunConfig, datasets: Sequence[LoadedSet], members: Sequence[str] | None, out: Path) -> int:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from vlora_sgl.generate.learner import base_directory

@@ -47,11 +47,17 @@ def _shares(value: Any) -> Any:
     return value
 
 
+def _resolved(value: str, info: ValidationInfo) -> Path:
+    """Where a path leads from the file's directory, which is the validation's context."""
+    assert isinstance(info.context, Path)
+    return (info.context / value).resolve()
+
+
 def _path(what: str, there: Callable[[Path], bool], word: bool = False) -> AfterValidator:
     """A path relative to the file; with ``word``, a plain word stays what it is: the teacher's library knows it."""
 
     def check(value: str, info: ValidationInfo) -> str:
-        found = (info.context / value).resolve()
+        found = _resolved(value, info)
         if word and "/" not in value and "." not in value:
             return value
         if not there(found):
@@ -66,7 +72,7 @@ def _function(value: str, info: ValidationInfo) -> str:
     if not module or not function.isidentifier():
         raise ValueError("must be MODULE:FUNCTION or FILE.py:FUNCTION")
     if module.endswith(".py"):
-        module = str((info.context / module).resolve())
+        module = str(_resolved(module, info))
         if not Path(module).is_file():
             raise FileNotFoundError(f"no such file: {module}")
     return f"{module}:{function}"

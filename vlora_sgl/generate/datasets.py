@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
@@ -100,7 +100,11 @@ def read_image_folder(path: str | Path, question: str) -> list[Example]:
 
 
 def write_jsonl(
-    path: Path, rows: Iterable[tuple[Sequence[Image.Image], str, str] | tuple[Sequence[Image.Image], str, str, Any]]
+    path: Path,
+    rows: Iterable[
+        tuple[Sequence[Image.Image], str, str]
+        | tuple[Sequence[Image.Image], str, str, Sequence[tuple[str, Sequence[float]]]]
+    ],
 ) -> None:
     """Write (images, question, answer[, boxes]) rows as ``path`` with the images as PNG in ``images/`` beside it."""
     folder = path.parent / "images"
@@ -112,7 +116,7 @@ def write_jsonl(
                 name = f"images/{path.stem}-{number:05d}-{frame}.png"
                 image.save(path.parent / name)
                 names.append(name)
-            row: dict[str, Any] = {"images": names, "question": question, "answer": answer}
+            row: JsonDict = {"images": names, "question": question, "answer": answer}
             if boxes:
                 row["boxes"] = [{"label": label, "box": list(box)} for label, box in boxes[0]]
             file.write(json.dumps(row) + "\n")

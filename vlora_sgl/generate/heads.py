@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.generate.datasets import Example
@@ -19,13 +19,19 @@ from vlora_sgl.heads.base import Grid, VisionHead
 from vlora_sgl.heads.count import CountHead
 from vlora_sgl.heads.detect import Boxes
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    Model = PreTrainedModel | PeftModel
+
 
 @contextmanager
-def hidden_states(model: Any) -> Iterator[list[Tensor]]:
+def hidden_states(model: Model) -> Iterator[list[Tensor]]:
     """Within it, the list holds the LM head's input [B, T, hidden] of the latest forward pass."""
     seen: list[Tensor] = []
 
-    def keep(module: Any, args: tuple[Tensor, ...]) -> None:
+    def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         seen[:] = [args[0]]
 
     hook = model.get_output_embeddings().register_forward_pre_hook(keep)
@@ -35,7 +41,7 @@ def hidden_states(model: Any) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def image_grids(row: dict[str, Tensor], config: Any) -> list[Grid]:
+def image_grids(row: dict[str, Tensor], config: PretrainedConfig) -> list[Grid]:
     """The image-token cells of each image of a processed example.
 
     Raises:
@@ -48,7 +54,7 @@ def image_grids(row: dict[str, Tensor], config: Any) -> list[Grid]:
     return [Grid(h // merge, w // merge, cell) for _, h, w in row["image_grid_thw"].tolist()]
 
 
-def target(head: VisionHead, example: Example, grids: Sequence[Grid] = ()) -> Any:
+def target(head: VisionHead, example: Example, grids: Sequence[Grid] = ()) -> Boxes | int:
     """What ``head`` should answer: a label's index, a count, or ``Boxes`` in pixels of the model's input image.
 
     Raises:
@@ -73,7 +79,7 @@ def target(head: VisionHead, example: Example, grids: Sequence[Grid] = ()) -> An
     return head.labels.index(example.answer)
 
 
-def start_from_answers(head: VisionHead, model: Any, tokenizer: Any) -> bool:
+def start_from_answers(head: VisionHead, model: Model, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Start a closed-set head as the LM head's rows of its answers' first tokens; ``False`` if these are not distinct.
 
     Such a head is right wherever greedy decoding is: the token that is likeliest of all is so among the labels' too.
@@ -107,7 +113,9 @@ def raw_outputs(
     return [head(row[ids == image_token]) for row, ids in zip(hidden, input_ids, strict=True)]
 
 
-def batch_loss(head: VisionHead, raw: Sequence[Tensor], targets: Sequence[Any], grids: Sequence[Grid]) -> Tensor:
+def batch_loss(
+    head: VisionHead, raw: Sequence[Tensor], targets: Sequence[Boxes | int], grids: Sequence[Grid]
+) -> Tensor:
     """Mean loss of a batch; ``grids`` has one per row, and is read by dense heads only."""
     device = raw[0].device
     if head.features == "last_token":
@@ -115,5 +123,6 @@ def batch_loss(head: VisionHead, raw: Sequence[Tensor], targets: Sequence[Any], 
     losses = [
         head.loss(one, (Boxes(wanted.boxes.to(device), wanted.labels.to(device)), grid))
         for one, wanted, grid in zip(raw, targets, grids, strict=True)
+        if isinstance(wanted, Boxes)
     ]
     return torch.stack(losses).mean()

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PATCHES = 4096
 """Patches that go through the tower at once: about two large pictures, or many small ones."""
@@ -22,7 +25,7 @@ class RememberedImages:
         rows: processed examples; their ``pixel_values`` are read.
     """
 
-    def __init__(self, model: Any, rows: Sequence[dict[str, Tensor]]) -> None:
+    def __init__(self, model: PreTrainedModel, rows: Sequence[dict[str, Tensor]]) -> None:
         self._inner = model.model
         self._features: list[tuple[Tensor, ...]] = []
         device = next(model.parameters()).device
@@ -41,7 +44,7 @@ class RememberedImages:
         return joined
 
     @staticmethod
-    def possible(model: Any, rows: Sequence[dict[str, Tensor]]) -> bool:
+    def possible(model: PreTrainedModel, rows: Sequence[dict[str, Tensor]]) -> bool:
         """Whether the model's features are understood: the Qwen2-VL family, every example with an image."""
         return hasattr(getattr(model, "model", None), "get_image_features") and all(
             "image_grid_thw" in row and "pixel_values" in row for row in rows

@@ -7,13 +7,16 @@ with the base.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.heads.store import AFTER_IMAGE
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 __all__ = ["AFTER_IMAGE", "activate_after_image", "after_image"]
 
@@ -31,7 +34,7 @@ def after_image(input_ids: Tensor, image_token: int) -> Tensor:
     return place > end
 
 
-def activate_after_image(peft_model: Any) -> Any:
+def activate_after_image(peft_model: PeftModel) -> PeftModel:
     """Make every forward pass of a PEFT model add its LoRA delta behind the last image only; returns the model.
 
     Raises:
@@ -42,10 +45,10 @@ def activate_after_image(peft_model: Any) -> Any:
         raise ConfigError(f"{type(peft_model.config).__name__} names no image_token_id: where would the image end?")
     mask: list[Tensor] = []
 
-    def see(module: Any, args: tuple[Any, ...]) -> None:
+    def see(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         mask[:] = [after_image(args[0], image_token)[..., None]]
 
-    def cut(module: Any, args: tuple[Any, ...], delta: Tensor) -> Tensor:
+    def cut(module: nn.Module, args: tuple[Tensor, ...], delta: Tensor) -> Tensor:
         return delta * mask[0].to(delta.dtype)
 
     up = [module for name, module in peft_model.named_modules() if ".lora_B." in name]

@@ -9,10 +9,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.generate import heads as head_training
 from vlora_sgl.generate.config import RunConfig
 from vlora_sgl.generate.datasets import Example
@@ -31,6 +32,12 @@ from vlora_sgl.generate.trainer import (
 )
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import build_head, load_heads
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, ProcessorMixin
+
+    from vlora_sgl.generate.heads import Model
 
 SPARE_TOKENS = 8  # that an answer may be longer than the longest reference
 
@@ -56,7 +63,7 @@ class Learner:
         self.processor = AutoProcessor.from_pretrained(base)
         on_gpu = self.process.device.type == "cuda"
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype)
+        self.model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype)
         self.model.to(self.process.device).eval()
 
     def state(self, sequence: Names) -> Path:
@@ -115,7 +122,7 @@ class Learner:
 
     def _train(
         self, lesson: Prepared, sequence: Names, heads: Sequence[VisionHead], start: Path | None, steps: int
-    ) -> Any:
+    ) -> PeftModel:
         seed = int.from_bytes(hashlib.sha256(f"{self.config.seed} {sequence}".encode()).digest()[:4], "big")
         settings = replace(self.config.lora, seed=seed, steps=steps)
         return train_lora(self.model, self.processor, lesson, settings, " + ".join(sequence), heads, start)
@@ -149,7 +156,7 @@ class Learner:
             return []
         kind = self._sets[sequence[0]].spec.kind
         labels = list(dict.fromkeys(label for name in sequence for label in self._sets[name].labels or ()))
-        settings: dict[str, Any] = {"name": kind.name, "kind": kind.head}
+        settings: JsonDict = {"name": kind.name, "kind": kind.head}
         if kind.head == "count":
             settings["maximum"] = max(1, *(int(label) for label in labels))
         else:
@@ -169,7 +176,7 @@ class Learner:
         width = self.model.get_output_embeddings().weight.shape[1]
         return list(load_heads(directory, width, self.process.device).values())
 
-    def _measure(self, model: Any, name: str, split: str, heads: Sequence[VisionHead]) -> float:
+    def _measure(self, model: Model, name: str, split: str, heads: Sequence[VisionHead]) -> float:
         one, ready = self._sets[name], self._ready(name, split)
         metric = METRICS[one.spec.metric]
         if heads:
@@ -190,7 +197,7 @@ class Learner:
         broadcast_object_list(shared)
         return shared[0]
 
-    def _detach(self, adapter: Any) -> None:
+    def _detach(self, adapter: PeftModel) -> None:
         """The base model as it was, so that the next adapter starts from it."""
         adapter.unload()
         for attribute in ("peft_config", "_hf_peft_config_loaded"):
@@ -209,7 +216,7 @@ def references(examples: Sequence[Example]) -> list[tuple[str, ...]]:
 
 
 @torch.no_grad()
-def generate(model: Any, processor: Any, examples: Sequence[Example], batch_size: int = 32) -> list[str]:
+def generate(model: Any, processor: ProcessorMixin, examples: Sequence[Example], batch_size: int = 32) -> list[str]:
     """Greedy answers, for metrics that need the text itself."""
     device = next(model.parameters()).device
     tokenizer = processor.tokenizer

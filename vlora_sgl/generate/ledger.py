@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError
 
 Names = tuple[str, ...]
@@ -111,7 +112,7 @@ class Ledger:
         if not self.broken(sequence):
             self.held.setdefault(frozenset(sequence), sequence)
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append(self, row: JsonDict) -> None:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
+
     from vlora_sgl.generate.config import RunConfig
 
 
@@ -17,7 +19,7 @@ def device_of(config: RunConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def processes_of(config: RunConfig) -> Any:
+def processes_of(config: RunConfig) -> PartialState:
     """Accelerate's view of the processes of this run: one alone, or those that a launcher started."""
     from accelerate import PartialState
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import html
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-Report = Mapping[str, Any]
+from vlora_sgl.core import JsonDict
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+Report = JsonDict
 Cell = str | tuple[str, bool]
 """Text, and whether it is bad news."""
 
@@ -112,7 +118,7 @@ def _plots(report: Report) -> list[tuple[str, str]]:
         import matplotlib
     except ImportError:
         return [("", "No plots: pip install matplotlib")]
-    figures: list[tuple[Callable[[Any], None], tuple[float, float], str]] = []
+    figures: list[tuple[Callable[[Axes], None], tuple[float, float], str]] = []
     for order in report["curves"]:
         caption = "Accuracy against the number of fused data sets (paper, figure 5); crosses do not show their floor."
         figures.append((partial(_draw_curve, report=report, order=order), (8, 4), caption))
@@ -132,7 +138,7 @@ def _plots(report: Report) -> list[tuple[str, str]]:
     return drawn
 
 
-def _draw_curve(ax: Any, report: Report, order: Sequence[str]) -> None:
+def _draw_curve(ax: Axes, report: Report, order: Sequence[str]) -> None:
     steps = {tuple(step["datasets"]): step["accuracy"] for step in report["steps"]}
     needed = {row["name"]: row["needed"] for row in report["datasets"]}
     counts = range(1, len(order) + 1)
@@ -150,7 +156,7 @@ def _draw_curve(ax: Any, report: Report, order: Sequence[str]) -> None:
     ax.legend(fontsize=7, ncols=2)
 
 
-def _draw_packing(ax: Any, report: Report) -> None:
+def _draw_packing(ax: Axes, report: Report) -> None:
     last = len(report["adapters"]) - 1
     slack = {row["name"]: row["accuracy"] - row["floor"] for row in report["datasets"]}
     for i, entry in enumerate(report["adapters"]):
@@ -164,7 +170,7 @@ def _draw_packing(ax: Any, report: Report) -> None:
     ax.spines[["top", "right", "bottom", "left"]].set_visible(False)
 
 
-def _draw_bars(ax: Any, report: Report) -> None:
+def _draw_bars(ax: Axes, report: Report) -> None:
     rows = report["datasets"]
     kinds = [("base", "base"), ("accuracy", "adapter"), ("teacher", "teacher")]
     if all(row["teacher"] is None for row in rows):

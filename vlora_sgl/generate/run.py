@@ -8,10 +8,10 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.generate.config import DataSet, RunConfig
 from vlora_sgl.generate.fusion import (
     Packing,
@@ -29,7 +29,7 @@ from vlora_sgl.heads.store import load_heads, read_description, save_heads
 ADAPTERS = "adapters"
 
 
-def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
+def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> JsonDict:
     """Make the adapters of a configuration and its data, or finish a run that was interrupted.
 
     Returns:
@@ -56,7 +56,7 @@ def run(config: RunConfig, datasets: Sequence[LoadedSet]) -> dict[str, Any]:
         packing += packed
         bound += packing_bound(group, ledger)
     measured = _measure(packing, datasets, learner, ledger)
-    report: dict[str, Any] = {
+    report: JsonDict = {
         "base": config.base,
         "digest": digest,
         "device": str(learner.process.device),
@@ -130,9 +130,7 @@ class _Told:
             tqdm.write(f"{what}: {' + '.join(names)} (accuracy/needed: {shown})")
 
 
-def _measure(
-    packing: Packing, datasets: Sequence[LoadedSet], learner: Learner, ledger: Ledger
-) -> list[dict[str, Any]]:
+def _measure(packing: Packing, datasets: Sequence[LoadedSet], learner: Learner, ledger: Ledger) -> list[JsonDict]:
     """Accuracy of base, adapter and teacher on the test split, which no decision has seen, and what decided."""
     home = {name: (i, sequence) for i, sequence in enumerate(packing, 1) for name in sequence}
     with_adapter: dict[str, float] = {}
@@ -156,7 +154,7 @@ def _measure(
     ]
 
 
-def _write_adapters(packing: Packing, learner: Learner, report: dict[str, Any], out: Path) -> None:
+def _write_adapters(packing: Packing, learner: Learner, report: JsonDict, out: Path) -> None:
     """Directories that the server loads as they are, each with what was measured of it."""
     shutil.rmtree(out, ignore_errors=True)
     for entry, sequence in zip(report["adapters"], packing, strict=True):

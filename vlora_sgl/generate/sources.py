@@ -8,11 +8,11 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError, MissingDependencyError
 from vlora_sgl.generate.config import DataSet, RunConfig, parse_config
 from vlora_sgl.generate.datasets import IMAGE_SUFFIXES, SPLITS, Example, read_image_folder, write_jsonl
@@ -116,7 +116,7 @@ def _load_all(config: RunConfig, faults: list[str]) -> list[LoadedSet]:
     return loaded
 
 
-def question_of(spec: DataSet, row: Mapping[str, Any]) -> str:
+def question_of(spec: DataSet, row: Mapping[str, object]) -> str:
     """What is asked about a row's images: its own question, its target in the task's prompt, or the data set's.
 
     Raises:
@@ -215,7 +215,7 @@ def _read_rows(spec: DataSet, path: Path, faults: list[str]) -> list[Located]:
     return found
 
 
-def _example(spec: DataSet, row: Mapping[str, Any], images: tuple[Path, ...]) -> Example:
+def _example(spec: DataSet, row: JsonDict, images: tuple[Path, ...]) -> Example:
     boxes = tuple((str(item["label"]), _box(item["box"])) for item in row.get("boxes", ()))
     answers = [str(answer) for answer in row.get("answers", ())]
     if "answer" in row:
@@ -306,7 +306,7 @@ def _read_huggingface(spec: DataSet, out: Path, faults: list[str]) -> dict[str, 
             )
             continue
         feature = part.features[names["answer"]]
-        say: Callable[[Any], str] = feature.int2str if hasattr(feature, "int2str") else str
+        say: Callable[[int], str] = feature.int2str if hasattr(feature, "int2str") else str
         asked = spec.data.get("question")
         pictures = []
         for number, row in enumerate(part):
@@ -333,7 +333,7 @@ def _taught(one: LoadedSet, config: RunConfig) -> LoadedSet:
     known = json.loads(store.read_text()) if store.exists() else {}
     if known.get("key") != key:
         question = one.splits["train"][0].question
-        teacher = load_teacher(spec.teacher, spec.kind, question)
+        teacher = load_teacher(dict(spec.teacher), spec.kind, question)
         bar = tqdm(images, desc=f"teacher of {spec.name}", unit="image")
         answers = label_images(lambda batch: (bar.update(len(batch)), teacher(batch))[1], images, spec.kind)
         bar.close()

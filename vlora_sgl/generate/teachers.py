@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError, MissingDependencyError
 from vlora_sgl.generate.tasks import TaskKind, box_text
 
-Teacher = Callable[[list[Image.Image]], Sequence[Any]]
+Answer = str | Sequence[tuple[str, Sequence[float]]]
+Teacher = Callable[[list[Image.Image]], Sequence[Answer]]
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def load_teacher(settings: Mapping[str, Any], kind: TaskKind, question: str) -> Teacher:
+def load_teacher(settings: JsonDict, kind: TaskKind, question: str) -> Teacher:
     """The teacher that a configuration describes.
 
     Args:
@@ -86,7 +88,7 @@ def _python(name: str) -> Teacher:
     return found
 
 
-def _prepare(settings: Mapping[str, Any]) -> Callable[[list[Image.Image]], np.ndarray]:
+def _prepare(settings: JsonDict) -> Callable[[list[Image.Image]], np.ndarray]:
     """Images as (N, 3, size, size) float32, normalised; ImageNet's statistics unless the settings say otherwise."""
     size = int(settings.get("size", 224))
     mean = np.asarray(settings.get("mean", IMAGENET_MEAN), np.float32)[:, None, None]
@@ -99,14 +101,14 @@ def _prepare(settings: Mapping[str, Any]) -> Callable[[list[Image.Image]], np.nd
     return prepare
 
 
-def _labels(settings: Mapping[str, Any], what: str) -> list[str]:
+def _labels(settings: JsonDict, what: str) -> list[str]:
     labels = settings.get("labels")
     if not isinstance(labels, list) or not labels:
         raise ConfigError(f"a {what} teacher needs labels, the names of its outputs in order")
     return [str(label) for label in labels]
 
 
-def _onnx(settings: Mapping[str, Any]) -> Teacher:
+def _onnx(settings: JsonDict) -> Teacher:
     labels, prepare = _labels(settings, "onnx"), _prepare(settings)
     try:
         import onnxruntime
@@ -122,7 +124,7 @@ def _onnx(settings: Mapping[str, Any]) -> Teacher:
     return answer
 
 
-def _torchvision(settings: Mapping[str, Any]) -> Teacher:
+def _torchvision(settings: JsonDict) -> Teacher:
     import torch
     import torchvision
 
@@ -143,7 +145,7 @@ def _torchvision(settings: Mapping[str, Any]) -> Teacher:
     return answer
 
 
-def _pipeline(settings: Mapping[str, Any], kind: TaskKind, question: str) -> Teacher:
+def _pipeline(settings: JsonDict, kind: TaskKind, question: str) -> Teacher:
     import transformers
 
     task = str(settings["pipeline"])
@@ -155,7 +157,7 @@ def _pipeline(settings: Mapping[str, Any], kind: TaskKind, question: str) -> Tea
     except (OSError, ValueError) as error:
         raise ConfigError(f"teacher pipeline {task} of {settings.get('model')}: {error}") from error
 
-    def answer(images: list[Image.Image]) -> list[Any]:
+    def answer(images: list[Image.Image]) -> list[Answer]:
         if task == "image-classification":
             return [rows[0]["label"] for rows in run(images, top_k=1)]
         if task == "visual-question-answering":
@@ -169,7 +171,7 @@ def _pipeline(settings: Mapping[str, Any], kind: TaskKind, question: str) -> Tea
     return answer
 
 
-def _fractions(row: Mapping[str, Any], image: Image.Image) -> tuple[str, tuple[float, float, float, float]]:
+def _fractions(row: JsonDict, image: Image.Image) -> tuple[str, tuple[float, float, float, float]]:
     box = row["box"]
     width, height = image.size
     return row["label"], (box["xmin"] / width, box["ymin"] / height, box["xmax"] / width, box["ymax"] / height)

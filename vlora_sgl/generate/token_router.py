@@ -16,16 +16,21 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.generate.datasets import Example
-from vlora_sgl.generate.trainer import IGNORE, Prepared, exact_match
+from vlora_sgl.generate.trainer import IGNORE, Prepared, base_of, exact_match, prepared
 from vlora_sgl.routed.peft import RoutedModel
 from vlora_sgl.routed.spec import RoutedSpec, write_routed
 from vlora_sgl.routed.token_router import Router
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, ProcessorMixin
 
 REPORT_FILE = "vlora_routed_report.json"
 
@@ -53,7 +58,7 @@ class RouterSettings:
     per_domain: int = 200
 
 
-def load_members(model: Any, adapters: Mapping[str, Path]) -> Any:
+def load_members(model: PreTrainedModel, adapters: Mapping[str, Path]) -> PeftModel:
     """The base model with every adapter loaded under its name, all frozen."""
     from peft import PeftModel
 
@@ -65,8 +70,8 @@ def load_members(model: Any, adapters: Mapping[str, Path]) -> Any:
 
 
 def train_router(
-    peft_model: Any,
-    processor: Any,
+    peft_model: PeftModel,
+    processor: ProcessorMixin,
     members: Sequence[str],
     examples: Sequence[Example] | Prepared,
     settings: RouterSettings,
@@ -81,7 +86,7 @@ def train_router(
     """
     torch.manual_seed(settings.seed)
     device = next(peft_model.parameters()).device
-    hidden = peft_model.get_base_model().config.get_text_config().hidden_size
+    hidden = base_of(peft_model).config.get_text_config().hidden_size
     router = Router(hidden, len(members), settings.context).to(device)
     routed = RoutedModel(peft_model, RoutedSpec(tuple(members), router=router, top_k=settings.top_k))
     data = prepared(peft_model, processor, examples)
@@ -116,13 +121,6 @@ def train_router(
     return RoutedSpec(tuple(members), router=router.requires_grad_(False).eval(), top_k=settings.top_k)
 
 
-def prepared(peft_model: Any, processor: Any, examples: Sequence[Example] | Prepared) -> Prepared:
-    """Examples with what the vision tower, which no member changes, makes of their images."""
-    if isinstance(examples, Prepared):
-        return examples
-    return Prepared(peft_model.get_base_model(), processor, examples)
-
-
 def balance_loss(weights: torch.Tensor) -> torch.Tensor:
     """``K sum_j f_j P_j``: f the share of tokens that j is best for, P its mean weight; 1 where all are used alike.
 
@@ -154,8 +152,8 @@ class RoutedReport:
 
 @torch.no_grad()
 def evaluate_routed(
-    peft_model: Any,
-    processor: Any,
+    peft_model: PeftModel,
+    processor: ProcessorMixin,
     spec: RoutedSpec,
     examples: Mapping[str, Sequence[Example] | Prepared],
     batch_size: int = 64,
@@ -195,7 +193,7 @@ def evaluate_routed(
 
 @torch.no_grad()
 def single_accuracies(
-    peft_model: Any, processor: Any, members: Iterable[str | None], examples: Mapping[str, Prepared]
+    peft_model: PeftModel, processor: ProcessorMixin, members: Iterable[str | None], examples: Mapping[str, Prepared]
 ) -> dict[str | None, dict[str, float]]:
     """Exact match of every member alone (``None``: the base) on every domain."""
     found: dict[str | None, dict[str, float]] = {}
@@ -209,14 +207,14 @@ def single_accuracies(
 
 
 def make_routed(
-    model: Any,
-    processor: Any,
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
     adapters: Mapping[str, Path],
     train: Mapping[str, Sequence[Example]],
     test: Mapping[str, Sequence[Example]],
     out: Path,
     settings: RouterSettings,
-) -> dict[str, Any]:
+) -> JsonDict:
     """Train a router over ``adapters``, write the routed adapter to ``out``, and measure it.
 
     Args:

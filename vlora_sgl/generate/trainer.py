@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
 from tqdm import tqdm
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.generate import heads as head_training
 from vlora_sgl.generate.datasets import Example
@@ -26,6 +27,13 @@ from vlora_sgl.generate.images import RememberedImages
 from vlora_sgl.generate.invocation import AFTER_IMAGE, activate_after_image
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import read_description, save_heads
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import PeftModel
+    from transformers import PreTrainedModel, ProcessorMixin
+
+    from vlora_sgl.generate.heads import Model
 
 IGNORE = -100
 _FRESH_HEAD_RATE = 5  # times the adapter's learning rate, for heads that start from random weights
@@ -60,10 +68,10 @@ class LoraSettings:
             raise ConfigError(f"activate must be None or {AFTER_IMAGE!r}, got {self.activate!r}")
 
 
-def chat(question: str, images: int, answer: str | None = None) -> list[dict[str, Any]]:
+def chat(question: str, images: int, answer: str | None = None) -> list[JsonDict]:
     """One turn about ``images`` images as chat messages; serving builds the same ones from a request."""
     content: list[dict[str, str]] = [{"type": "image"}] * images + [{"type": "text", "text": question}]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    messages: list[JsonDict] = [{"role": "user", "content": content}]
     if answer is not None:
         messages.append({"role": "assistant", "content": answer})
     return messages
@@ -77,7 +85,7 @@ class Encoded:
         examples: what to encode.
     """
 
-    def __init__(self, processor: Any, examples: Sequence[Example]) -> None:
+    def __init__(self, processor: ProcessorMixin, examples: Sequence[Example]) -> None:
         self.pad = processor.tokenizer.pad_token_id
         self.rows: list[dict[str, torch.Tensor]] = []
         self.prompt_lengths: list[int] = []
@@ -95,7 +103,7 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, indices: Sequence[int], device: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def batch(self, indices: Sequence[int], device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Right-padded inputs and labels (B, T); only answer tokens carry a label."""
         rows = [self.rows[i] for i in indices]
         length = max(row["input_ids"].shape[1] for row in rows)
@@ -124,7 +132,7 @@ class Prepared:
         examples: what to learn or to measure on.
     """
 
-    def __init__(self, model: Any, processor: Any, examples: Sequence[Example]) -> None:
+    def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, examples: Sequence[Example]) -> None:
         self.examples = tuple(examples)
         self.data = Encoded(processor, examples)
         possible = RememberedImages.possible(model, self.data.rows)
@@ -148,7 +156,7 @@ class Prepared:
         joined.images = RememberedImages.join(images) if len(images) == len(parts) else None
         return joined
 
-    def batch(self, chosen: Sequence[int], device: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def batch(self, chosen: Sequence[int], device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Inputs and labels of ``Encoded.batch``."""
         return self.data.batch(chosen, device)
 
@@ -158,14 +166,14 @@ class Prepared:
 
 
 def train_lora(
-    model: Any,
-    processor: Any,
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
     examples: Sequence[Example] | Prepared,
     settings: LoraSettings,
     progress: str = "adapter",
     heads: Sequence[VisionHead] = (),
     start: Path | None = None,
-) -> Any:
+) -> PeftModel:
     """Train an adapter on ``examples``; the base's weights are not changed.
 
     Under ``accelerate launch`` every process takes its share of each batch and gradients are averaged.
@@ -198,7 +206,7 @@ def train_lora(
         for row in data.data.rows
     ]
     targets = {h: [head_training.target(h, e, g) for e, g in zip(data.examples, grids, strict=True)] for h in heads}
-    peft_model: Any
+    peft_model: PeftModel
     if start is None:
         peft_model = get_peft_model(model, config)
     else:
@@ -255,7 +263,7 @@ def train_lora(
     return peft_model.eval()
 
 
-def _average_gradients(parameters: Sequence[torch.Tensor], accelerator: Any) -> None:
+def _average_gradients(parameters: Sequence[torch.Tensor], accelerator: Accelerator) -> None:
     """Mean over processes, in one exchange: an adapter is small, and the model itself is not wrapped for it."""
     gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
     mean = accelerator.reduce(torch.cat([g.flatten() for g in gradients]), "mean")
@@ -269,7 +277,7 @@ def _raw(
     inputs: Mapping[str, torch.Tensor],
     data: Encoded,
     chosen: Sequence[int],
-    model: Any,
+    model: Model,
 ) -> list[torch.Tensor]:
     prompts = [data.prompt_lengths[i] for i in chosen]
     image_token = getattr(model.config, "image_token_id", None)
@@ -277,12 +285,12 @@ def _raw(
 
 
 def save_adapter(
-    peft_model: Any,
+    peft_model: PeftModel,
     directory: str | Path,
     heads: Sequence[VisionHead] = (),
     activate: str | None = None,
     prompt: str | None = None,
-    metrics: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, object] | None = None,
 ) -> None:
     """Write an adapter's directory: PEFT's files, and ours where there is something to say in them.
 
@@ -295,7 +303,7 @@ def save_adapter(
     for name, parameter in peft_model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.to(torch.bfloat16)
-    peft_model.save_pretrained(directory)
+    peft_model.save_pretrained(str(directory))
     for name, parameter in peft_model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
@@ -304,7 +312,7 @@ def save_adapter(
         save_heads(directory, heads, activate, prompt, metrics)
 
 
-def load_adapter(model: Any, directory: str | Path) -> Any:
+def load_adapter(model: PreTrainedModel, directory: str | Path) -> PeftModel:
     """The PEFT model of a saved adapter, in evaluation mode, which starts where its description says.
 
     Raises:
@@ -323,8 +331,12 @@ def load_adapter(model: Any, directory: str | Path) -> Any:
 
 @torch.no_grad()
 def head_answers(
-    model: Any, processor: Any, head: VisionHead, examples: Sequence[Example] | Prepared, batch_size: int = 64
-) -> list[dict[str, Any]]:
+    model: Model,
+    processor: ProcessorMixin,
+    head: VisionHead,
+    examples: Sequence[Example] | Prepared,
+    batch_size: int = 64,
+) -> list[JsonDict]:
     """What serving answers for each example: the head on the hidden states of its prompt.
 
     Args:
@@ -332,9 +344,9 @@ def head_answers(
         head: on the model's device. A dense head answers for one image per example.
     """
     device = next(model.parameters()).device
-    data = _prepared(model, processor, examples)
+    data = prepared(model, processor, examples)
     model.eval()
-    answers: list[dict[str, Any]] = []
+    answers: list[JsonDict] = []
     with head_training.hidden_states(model) as hidden:
         for start in range(0, len(data), batch_size):
             chosen = range(start, min(start + batch_size, len(data)))
@@ -348,9 +360,11 @@ def head_answers(
     return answers
 
 
-def head_accuracy(model: Any, processor: Any, head: VisionHead, examples: Sequence[Example] | Prepared) -> float:
+def head_accuracy(
+    model: Model, processor: ProcessorMixin, head: VisionHead, examples: Sequence[Example] | Prepared
+) -> float:
     """The head's metric on ``examples``, between 0 and 1."""
-    data = _prepared(model, processor, examples)
+    data = prepared(model, processor, examples)
     dense = head.features == "image_tokens"
     grids = [head_training.image_grids(row, model.config) if dense else [] for row in data.data.rows]
     wanted = [head_training.target(head, e, g) for e, g in zip(data.examples, grids, strict=True)]
@@ -358,7 +372,7 @@ def head_accuracy(model: Any, processor: Any, head: VisionHead, examples: Sequen
 
 
 def keep_better_start(
-    head: VisionHead, model: Any, processor: Any, validation: Sequence[Example] | Prepared
+    head: VisionHead, model: Model, processor: ProcessorMixin, validation: Sequence[Example] | Prepared
 ) -> dict[str, float | bool]:
     """Of a trained closed-set head and the one it started from, keep the better on ``validation``, in place.
 
@@ -381,7 +395,7 @@ def keep_better_start(
 
 @torch.no_grad()
 def exact_match(
-    model: Any, processor: Any, examples: Sequence[Example] | Prepared, batch_size: int = 64
+    model: Model, processor: ProcessorMixin, examples: Sequence[Example] | Prepared, batch_size: int = 64
 ) -> list[bool]:
     """Whether greedy decoding gives exactly the answer, per example.
 
@@ -389,7 +403,7 @@ def exact_match(
     the ones before it, so one forward pass over prompt and answer decides it.
     """
     device = next(model.parameters()).device
-    data = _prepared(model, processor, examples)
+    data = prepared(model, processor, examples)
     model.eval()
     hits: list[bool] = []
     for start in range(0, len(data), batch_size):
@@ -402,7 +416,11 @@ def exact_match(
     return hits
 
 
-def _prepared(model: Any, processor: Any, examples: Sequence[Example] | Prepared) -> Prepared:
-    if isinstance(examples, Prepared):
-        return examples
-    return Prepared(model.get_base_model() if hasattr(model, "get_base_model") else model, processor, examples)
+def prepared(model: Model, processor: ProcessorMixin, examples: Sequence[Example] | Prepared) -> Prepared:
+    """Examples with what the vision tower, which no adapter changes, makes of their images."""
+    return examples if isinstance(examples, Prepared) else Prepared(base_of(model), processor, examples)
+
+
+def base_of(model: Model) -> PreTrainedModel:
+    """The model beneath its adapters, if it has any."""
+    return cast("PreTrainedModel", getattr(model, "get_base_model", lambda: model)())

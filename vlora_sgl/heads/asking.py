@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import HeadError, UnknownAdapterError
 from vlora_sgl.heads.requests import HEAD_KEY, describe
 
@@ -15,7 +16,9 @@ class AsksHeads:
     tokenizer_manager: Any
     generate: Any
 
-    def classify(self, images: Any, *, adapter: str, head: str | None = None, prompt: str | None = None) -> Any:
+    def classify(
+        self, images: object, *, adapter: str, head: str | None = None, prompt: str | None = None
+    ) -> JsonDict:
         """One of the head's labels: ``label``, ``probability``, ``labels``, ``probabilities``.
 
         Args:
@@ -29,15 +32,15 @@ class AsksHeads:
         """
         return self._ask("classify", images, adapter, head, prompt)
 
-    def count(self, images: Any, *, adapter: str, head: str | None = None, prompt: str | None = None) -> Any:
+    def count(self, images: object, *, adapter: str, head: str | None = None, prompt: str | None = None) -> JsonDict:
         """How many: ``count``, ``probability``, ``or_more``, ``expectation``. Arguments and errors as ``classify``."""
         return self._ask("count", images, adapter, head, prompt)
 
-    def detect(self, images: Any, *, adapter: str, head: str | None = None, prompt: str | None = None) -> Any:
+    def detect(self, images: object, *, adapter: str, head: str | None = None, prompt: str | None = None) -> JsonDict:
         """Where: ``boxes``, each with ``label``, ``score``, ``box``, ``pixels``. Otherwise as ``classify``."""
         return self._ask("detect", images, adapter, head, prompt)
 
-    def _ask(self, task: str, images: Any, adapter: str, head: str | None, prompt: str | None) -> Any:
+    def _ask(self, task: str, images: object, adapter: str, head: str | None, prompt: str | None) -> JsonDict:
         loaded = self.tokenizer_manager.lora_ref_cache
         if adapter not in loaded:
             raise UnknownAdapterError(adapter, loaded)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import HeadError
 
 Features = Literal["last_token", "image_tokens"]
@@ -71,11 +72,11 @@ class VisionHead(nn.Module):
         """Mean training loss of raw outputs against targets of the head's own kind."""
 
     @abstractmethod
-    def metric(self, answers: Sequence[dict[str, Any]], targets: Sequence[Any]) -> float:
+    def metric(self, answers: Sequence[JsonDict], targets: Sequence[Any]) -> float:
         """Quality of answers, between 0 and 1, higher is better (``metric_name`` says which)."""
 
     @abstractmethod
-    def postprocess(self, raw: Tensor, grid: Grid | None = None) -> dict[str, Any]:
+    def postprocess(self, raw: Tensor, grid: Grid | None = None) -> JsonDict:
         """The answer of one request, ready for JSON, from its raw outputs.
 
         Args:
@@ -83,7 +84,7 @@ class VisionHead(nn.Module):
             grid: the image's cells, for a dense head.
         """
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonDict:
         """What ``vlora_adapter.json`` says of this head, beside its weights."""
         return {"name": self.name, "kind": self.kind, "labels": list(self.labels)}
 

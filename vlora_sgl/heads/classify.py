@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.heads.base import Grid, VisionHead
 
 
@@ -21,12 +22,12 @@ class ClassifyHead(VisionHead):
         """Cross-entropy of [rows, labels] against label indices [rows]."""
         return torch.nn.functional.cross_entropy(raw, target)
 
-    def metric(self, answers: Sequence[dict[str, Any]], targets: Sequence[Any]) -> float:
+    def metric(self, answers: Sequence[JsonDict], targets: Sequence[Any]) -> float:
         """Share of answers whose label is the target (an index, or a label)."""
         wanted = [t if isinstance(t, str) else self.labels[int(t)] for t in targets]
         return sum(a["label"] == w for a, w in zip(answers, wanted, strict=True)) / len(wanted)
 
-    def postprocess(self, raw: Tensor, grid: Grid | None = None) -> dict[str, Any]:
+    def postprocess(self, raw: Tensor, grid: Grid | None = None) -> JsonDict:
         """``label``, its ``probability``, and all ``labels`` with their ``probabilities``."""
         probabilities = raw.softmax(-1).tolist()
         best = max(range(len(probabilities)), key=probabilities.__getitem__)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import HeadError
 from vlora_sgl.heads.base import Grid, VisionHead
 
@@ -36,13 +37,13 @@ class CountHead(VisionHead):
         """Cross-entropy of [rows, N + 1] against counts [rows]."""
         return torch.nn.functional.cross_entropy(raw, target.clamp(max=self.maximum))
 
-    def metric(self, answers: Sequence[dict[str, Any]], targets: Sequence[Any]) -> float:
+    def metric(self, answers: Sequence[JsonDict], targets: Sequence[Any]) -> float:
         """Share of answers whose count is the target, both capped at N."""
         return sum(a["count"] == min(int(t), self.maximum) for a, t in zip(answers, targets, strict=True)) / len(
             targets
         )
 
-    def postprocess(self, raw: Tensor, grid: Grid | None = None) -> dict[str, Any]:
+    def postprocess(self, raw: Tensor, grid: Grid | None = None) -> JsonDict:
         """``count`` (the mode), its ``probability``, ``or_more`` (it is N), ``expectation`` (N or more taken as N)."""
         probabilities = raw.softmax(-1).tolist()
         mode = max(range(len(probabilities)), key=probabilities.__getitem__)
@@ -56,6 +57,6 @@ class CountHead(VisionHead):
             "probabilities": probabilities,
         }
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonDict:
         """Name, kind and maximum; the labels follow from it."""
         return {"name": self.name, "kind": self.kind, "maximum": self.maximum}

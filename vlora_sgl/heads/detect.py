@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms, box_iou
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import HeadError
 from vlora_sgl.heads.base import Grid, VisionHead
 
@@ -95,7 +96,7 @@ class DetectHead(VisionHead):
         )
         return presence + class_loss + box_loss
 
-    def postprocess(self, raw: Tensor, grid: Grid | None = None) -> dict[str, Any]:
+    def postprocess(self, raw: Tensor, grid: Grid | None = None) -> JsonDict:
         """``boxes``, best first, each with ``label``, ``score``, ``box`` and ``pixels``; and ``image_size``.
 
         ``pixels`` are x1, y1, x2, y2 in the model's input image, whose width and height are ``image_size``; ``box`` is
@@ -127,7 +128,7 @@ class DetectHead(VisionHead):
             ],
         }
 
-    def metric(self, answers: Sequence[dict[str, Any]], targets: Sequence[Any]) -> float:
+    def metric(self, answers: Sequence[JsonDict], targets: Sequence[Any]) -> float:
         """F1 of objects over all images: found means the same label and an overlap of at least 0.5."""
         found = predicted = wanted = 0
         for answer, target in zip(answers, targets, strict=True):
@@ -141,7 +142,7 @@ class DetectHead(VisionHead):
                     found += 1
         return 2 * found / (predicted + wanted) if predicted + wanted else 1.0
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonDict:
         """Name, kind, labels, threshold, overlap."""
         return {**super().settings(), "threshold": self.threshold, "overlap": self.overlap}
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import HeadError
 
 SAVED_HEAD = "score"
@@ -48,7 +48,7 @@ def saved_head(directory: str | Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def with_saved_head(heads: Mapping[str, dict[str, Any]], directory: str | Path) -> dict[str, dict[str, Any]]:
+def with_saved_head(heads: Mapping[str, JsonDict], directory: str | Path) -> dict[str, JsonDict]:
     """The heads described, and the saved one if there is one.
 
     Raises:

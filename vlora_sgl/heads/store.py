@@ -21,12 +21,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import HeadError
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.classify import ClassifyHead
@@ -48,7 +48,7 @@ _SETTINGS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "count": (frozenset({"maximum"}), frozenset()),
     "detect": (frozenset({"labels"}), frozenset({"threshold", "overlap"})),
 }
-_TYPES: dict[str, Any] = {"labels": list, "maximum": int, "threshold": float, "overlap": float}
+_TYPES: dict[str, type] = {"labels": list, "maximum": int, "threshold": float, "overlap": float}
 _KEYS = frozenset({"format", "invocation", "prompt", "heads", "metrics"})
 
 
@@ -65,8 +65,8 @@ class AdapterDescription:
 
     invocation: Invocation = None
     prompt: str | None = None
-    heads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    heads: Mapping[str, JsonDict] = field(default_factory=dict)
+    metrics: JsonDict = field(default_factory=dict)
 
     def head_named(self, name: str | None, kind: str | None, adapter: str) -> str:
         """The head a request means: by name, or the only one of its kind.
@@ -112,7 +112,7 @@ def read_description(directory: str | Path) -> AdapterDescription:
     return AdapterDescription(invocation, prompt, heads, metrics)
 
 
-def _invocation(value: Any, where: Path) -> Invocation:
+def _invocation(value: object, where: Path) -> Invocation:
     if value == AFTER_IMAGE:
         return AFTER_IMAGE
     if isinstance(value, list) and value and all(isinstance(t, int) and not isinstance(t, bool) for t in value):
@@ -130,10 +130,10 @@ def _peft_invocation(directory: Path) -> Invocation:
     return None if not tokens else _invocation(tokens, path)
 
 
-def _head_settings(value: Any, where: Path) -> dict[str, dict[str, Any]]:
+def _head_settings(value: object, where: Path) -> dict[str, JsonDict]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise HeadError(f"{where}: heads must be a list of objects")
-    heads: dict[str, dict[str, Any]] = {}
+    heads: dict[str, JsonDict] = {}
     for item in value:
         name, kind = item.get("name"), item.get("kind")
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -158,7 +158,7 @@ def _head_settings(value: Any, where: Path) -> dict[str, dict[str, Any]]:
     return heads
 
 
-def build_head(settings: Mapping[str, Any], hidden_size: int) -> VisionHead:
+def build_head(settings: JsonDict, hidden_size: int) -> VisionHead:
     """A head with fresh weights, from its entry in ``vlora_adapter.json``.
 
     Raises:
@@ -218,11 +218,11 @@ def save_heads(
     heads: Iterable[VisionHead],
     invocation: Invocation = None,
     prompt: str | None = None,
-    metrics: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, object] | None = None,
 ) -> None:
     """Write both files into an adapter's directory; what ``load_heads`` and ``read_description`` then read."""
     heads = list(heads)
-    description: dict[str, Any] = {"format": FORMAT}
+    description: JsonDict = {"format": FORMAT}
     if invocation is not None:
         description["invocation"] = invocation if isinstance(invocation, str) else list(invocation)
     if prompt is not None:

@@ -51,14 +51,14 @@ def early(pdl: bool) -> dict[str, bool]:
 
 
 @triton.jit
-def arrive(counter):  # type: ignore[no-untyped-def]
+def arrive(counter):
     """Say that what this program stored is there; how many programs had said so before."""
     tl.debug_barrier()
     return tl.atomic_add(counter, 1, sem="acq_rel")
 
 
 @triton.jit
-def to_l2(pointers):  # type: ignore[no-untyped-def]
+def to_l2(pointers):
     """Ask for the cache lines behind ``pointers``; safe before ``gdc_wait``, for L2 is coherent."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1

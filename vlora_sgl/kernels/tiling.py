@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from vlora_sgl.core import JsonDict
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class TilingTable:
             raise ValueError(f"{path} is not a tiling table: {error!r}") from error
 
     @staticmethod
-    def save(path: Path, rows: Iterable[tuple[int, Tile, dict[str, Any]]], **header: Any) -> None:
+    def save(path: Path, rows: Iterable[tuple[int, Tile, JsonDict]], **header: object) -> None:
         """Write a table: rows of (key, tile, what was measured)."""
         entries = [{"key": f"{key:032x}", "tile": asdict(tile), **about} for key, tile, about in rows]
         path.parent.mkdir(parents=True, exist_ok=True)

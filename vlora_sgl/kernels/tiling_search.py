@@ -24,14 +24,15 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import triton
 from tqdm import tqdm
 from triton.runtime.errors import OutOfResources
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.kernels import tiling
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm_torch, launch, make_routing
 from vlora_sgl.kernels.tiling import Tile, pack
@@ -284,7 +285,7 @@ class Case:
 def compile_only(job: Job, tile: Tile) -> bool:
     """Fill Triton's cache with a job's kernels for a tile; False where it does not fit the chip."""
 
-    def warm(function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    def warm(function: triton.JITFunction, grid: tuple[int, ...], *args: object, **options: object) -> None:
         function.warmup(*args, grid=grid, **options)
 
     launch._run = warm
@@ -333,7 +334,7 @@ def silu_and_mul(y: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def measure(run: Callable[[int], Any], copies: int, rounds: int = 5) -> tuple[float, float, float]:
+def measure(run: Callable[[int], object], copies: int, rounds: int = 5) -> tuple[float, float, float]:
     """(median, p20, p80) microseconds of one call, over replays of a graph of ``copies`` calls on cold inputs."""
     for i in range(copies):
         run(i)
@@ -371,14 +372,14 @@ def jobs_of(
 
 def search(
     jobs: Sequence[Job], path: Path, budget: float, workers: int, limit: int, say: Callable[[str], None] = print
-) -> list[dict[str, Any]]:
+) -> list[JsonDict]:
     """Fill the table at ``path`` with the best tile of each job; jobs whose key it has are skipped.
 
     Returns:
         One row per job done in this call: label, tile, time, floor, number of candidates.
     """
     began = time.monotonic()
-    done: dict[int, tuple[Tile, dict[str, Any]]] = {}
+    done: dict[int, tuple[Tile, JsonDict]] = {}
     if path.exists():
         for row in json.loads(path.read_text())["entries"]:
             done[int(row["key"], 16)] = (
@@ -419,7 +420,7 @@ ACROSS_SHAPES = ("op", "dtype", "pairs", "rank", "rows", "slots")
 """Fields of a key that decide more of a tile than the projection's shape does."""
 
 
-def winners(done: Mapping[int, tuple[Tile, Any]]) -> dict[tuple[int, ...], list[Tile]]:
+def winners(done: Mapping[int, tuple[Tile, object]]) -> dict[tuple[int, ...], list[Tile]]:
     """Tiles of a table by what their keys have in common across shapes."""
     won: dict[tuple[int, ...], list[Tile]] = {}
     for key, (tile, _) in done.items():
@@ -436,7 +437,7 @@ def with_winners(job: Job, won: Mapping[tuple[int, ...], Sequence[Tile]]) -> lis
     return list(dict.fromkeys([own, *(t for t in found if t.block_k * t.split_k <= job.projection.k), *rest]))
 
 
-def _best(job: Job, tiles: Sequence[Tile], done: dict[int, tuple[Tile, dict[str, Any]]]) -> dict[str, Any] | None:
+def _best(job: Job, tiles: Sequence[Tile], done: dict[int, tuple[Tile, JsonDict]]) -> JsonDict | None:
     case = Case(job)
     partner = done.get(replace(job, op=PARTNER[job.op]).key)
     other = partner[0] if partner else None
@@ -452,7 +453,7 @@ def _best(job: Job, tiles: Sequence[Tile], done: dict[int, tuple[Tile, dict[str,
         return None
     (median, p20, p80), tile = min(timed, key=lambda item: item[0][0])
     moved, flops = bytes_and_flops(job)
-    row: dict[str, Any] = {"label": job.label, "tile": tile, "us": round(median, 2), "p20": round(p20, 2)}
+    row: JsonDict = {"label": job.label, "tile": tile, "us": round(median, 2), "p20": round(p20, 2)}
     row |= {
         "p80": round(p80, 2),
         "floor_us": round(max(moved / READ_RATE, flops / 8e14) * 1e6, 2),
@@ -480,8 +481,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("the search times kernels: it needs a CUDA device")
-    import triton
-
     shapes: list[Projection] = []
     for model in args.model or ():
         shapes += [p for p in MODELS[model] if p not in shapes]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import ModuleType
-from typing import Any
 
 
 class _Completer:
@@ -20,11 +19,11 @@ class _Completer:
     def __init__(self, package: ModuleType) -> None:
         self.package = package
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.startswith("sglang."):
             self.complete()
 
-    def attribute(self, name: str) -> Any:
+    def attribute(self, name: str) -> object:
         """``sglang.NAME`` for a name that the postponed ``__init__`` would have set."""
         if self not in sys.meta_path:
             raise AttributeError(f"module 'sglang' has no attribute {name!r}")

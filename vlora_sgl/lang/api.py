@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
-from vlora_sgl.core import AdapterId
+from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import ProgramError
 from vlora_sgl.lang import _upstream as up
-from vlora_sgl.lang.endpoint import as_endpoint
+from vlora_sgl.lang.endpoint import Backend, as_endpoint
 from vlora_sgl.lang.interpreter import BatchRun, ProgramState, run_program
 from vlora_sgl.lang.ir import (
     INHERIT,
@@ -33,6 +33,7 @@ P = ParamSpec("P")
 _T = TypeVar("_T")
 
 Stop = str | Sequence[str]
+Arguments = Mapping[str, object] | Sequence[object]
 
 _BOXES_REGEX = r"(<box>\([0-9]{1,3},[0-9]{1,3}\),\([0-9]{1,3},[0-9]{1,3}\)</box>)+"
 
@@ -46,7 +47,7 @@ class Function(up.SglFunction, Generic[P]):
         TypeError: a parameter has the name of an option of :meth:`run`, such as ``adapter``.
     """
 
-    def __init__(self, func: Callable[..., Any], bind_arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, func: Callable[..., object], bind_arguments: Mapping[str, object] | None = None) -> None:
         super().__init__(func, bind_arguments=dict(bind_arguments or {}))
         if taken := _RUN_OPTIONS & set(self.arg_names):
             raise TypeError(f"{func.__name__}: {', '.join(sorted(taken))} would hide an option of run(); rename it")
@@ -54,7 +55,7 @@ class Function(up.SglFunction, Generic[P]):
         self.__doc__ = func.__doc__
         self.__wrapped__ = func
 
-    def bind(self, **kwargs: Any) -> Function[Any]:
+    def bind(self, **kwargs: object) -> Function[...]:
         """The same program with some arguments given.
 
         Raises:
@@ -70,8 +71,8 @@ class Function(up.SglFunction, Generic[P]):
 
     def run(
         self,
-        *args: Any,
-        backend: Any = None,
+        *args: object,
+        backend: Backend | None = None,
         adapter: AdapterChoice = INHERIT,
         stream: bool = False,
         max_new_tokens: int = 128,
@@ -91,7 +92,7 @@ class Function(up.SglFunction, Generic[P]):
         top_logprobs_num: int | None = None,
         return_text_in_logprobs: bool | None = None,
         use_thread: bool = True,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> ProgramState:
         """Run the program and return its state; reading a variable waits for it.
 
@@ -129,9 +130,9 @@ class Function(up.SglFunction, Generic[P]):
 
     def start_batch(
         self,
-        batch_kwargs: Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]],
+        batch_kwargs: Sequence[Arguments],
         *,
-        backend: Any = None,
+        backend: Backend | None = None,
         adapter: AdapterChoice = INHERIT,
         num_threads: int | Literal["auto"] = "auto",
         progress_bar: bool = False,
@@ -169,7 +170,7 @@ class Function(up.SglFunction, Generic[P]):
 
     def run_batch(
         self,
-        batch_kwargs: Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]],
+        batch_kwargs: Sequence[Arguments],
         *,
         generator_style: bool = False,
         **options: Any,
@@ -189,13 +190,14 @@ class Function(up.SglFunction, Generic[P]):
         run = self.start_batch(batch_kwargs, **options)
         return run.in_order() if generator_style else run.results()
 
-    def trace(self, *, backend: Any = None, **kwargs: Any) -> TracerState:
+    def trace(self, *, backend: Backend | None = None, **kwargs: object) -> TracerState:
         """The program's statements without running them; parameters not given stand for themselves."""
         return trace_program(self, kwargs, None if backend is None else as_endpoint(backend))
 
-    def _named(self, arguments: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-        by_name = isinstance(arguments, Mapping)
-        named = dict(arguments if by_name else zip(self.arg_names, arguments, strict=False))
+    def _named(self, arguments: Arguments) -> dict[str, object]:
+        named = dict(
+            arguments.items() if isinstance(arguments, Mapping) else zip(self.arg_names, arguments, strict=False)
+        )
         optional = set(self.arg_names[len(self.arg_names) - len(self.arg_defaults) :])
         missing = set(self.arg_names) - optional - set(named) - set(self.bind_arguments)
         if len(named) < len(arguments) or missing or set(named) - set(self.arg_names):
@@ -208,15 +210,15 @@ _RUN_OPTIONS = {parameter.name for parameter in _PARAMETERS if parameter.kind is
 
 
 @overload
-def function(func: Callable[Concatenate[ProgramState, P], Any]) -> Function[P]: ...
+def function(func: Callable[Concatenate[ProgramState, P], object]) -> Function[P]: ...
 @overload
-def function(func: None = None) -> Callable[[Callable[Concatenate[ProgramState, P], Any]], Function[P]]: ...
-def function(func: Callable[..., Any] | None = None) -> Any:
+def function(func: None = None) -> Callable[[Callable[Concatenate[ProgramState, P], object]], Function[P]]: ...
+def function(func: Callable[..., object] | None = None) -> object:
     """Make a program of a function whose first parameter is ``s``."""
     return Function if func is None else Function(func)
 
 
-def set_default_backend(backend: Any) -> None:
+def set_default_backend(backend: Backend | None) -> None:
     """Let every program run on this Runtime, Engine or server address unless told otherwise."""
     up.global_config.default_backend = None if backend is None else as_endpoint(backend)
 
@@ -253,7 +255,7 @@ def gen(
     choices: Sequence[str] | None = None,
     dtype: type[int] | type[float] | type[bool] | type[str] | None = None,
     regex: str | None = None,
-    json_schema: str | Mapping[str, Any] | type | None = None,
+    json_schema: str | Mapping[str, object] | type | None = None,
     stop: Stop | None = None,
     n: int | None = None,
     min_tokens: int | None = None,
@@ -290,7 +292,7 @@ def gen(
         return select(name, choices, adapter=adapter)
     if regex is not None:
         re.compile(regex)
-    convert: Callable[[str], Any] | None = json.loads if json_schema is not None else _CONVERTERS.get(dtype)
+    convert: Callable[[str], object] | None = json.loads if json_schema is not None else _CONVERTERS.get(dtype)
     return SglTypedGen(
         name,
         adapter=adapter,
@@ -399,27 +401,29 @@ def caption(name: str, max_tokens: int = 64, *, adapter: AdapterChoice = INHERIT
     return _task(name, "Caption", adapter, str.strip, max_new_tokens=max_tokens, stop=["\n"])
 
 
-def system(expr: Any) -> up.SglExprList:
+def system(expr: up.SglExpr | str) -> up.SglExprList:
     """A system turn."""
     return _turn("system", expr)
 
 
-def user(expr: Any) -> up.SglExprList:
+def user(expr: up.SglExpr | str) -> up.SglExprList:
     """A user turn."""
     return _turn("user", expr)
 
 
-def assistant(expr: Any) -> up.SglExprList:
+def assistant(expr: up.SglExpr | str) -> up.SglExprList:
     """A turn of the model."""
     return _turn("assistant", expr)
 
 
-def _turn(role: str, expr: Any) -> up.SglExprList:
+def _turn(role: str, expr: up.SglExpr | str) -> up.SglExprList:
     content = up.SglConstantText(expr) if isinstance(expr, str) else expr
     return up.SglExprList([up.SglRoleBegin(role), content, up.SglRoleEnd(role)])
 
 
-def _task(name: str, kind: str, adapter: AdapterChoice, convert: Callable[[str], Any], **sampling: Any) -> SglTypedGen:
+def _task(
+    name: str, kind: str, adapter: AdapterChoice, convert: Callable[[str], object], **sampling: object
+) -> SglTypedGen:
     return SglTypedGen(name, adapter=adapter, convert=convert, kind=kind, **sampling)
 
 
@@ -436,10 +440,10 @@ def _boolean(text: str) -> bool:
     return text.strip() == "True"
 
 
-_CONVERTERS: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: _boolean}
+_CONVERTERS: dict[type | None, Callable[[str], object]] = {int: int, float: float, bool: _boolean}
 
 
-def _schema_text(schema: str | Mapping[str, Any] | type | None) -> str | None:
+def _schema_text(schema: str | Mapping[str, object] | type | None) -> str | None:
     if schema is None or isinstance(schema, str):
         return schema
     if isinstance(schema, Mapping):
@@ -449,7 +453,7 @@ def _schema_text(schema: str | Mapping[str, Any] | type | None) -> str | None:
     raise ProgramError(f"json_schema takes JSON text, a dict or a pydantic model, got {schema!r}")
 
 
-def _sampling(arguments: Mapping[str, Any]) -> up.SglSamplingParams:
+def _sampling(arguments: JsonDict) -> up.SglSamplingParams:
     """SGLang's sampling parameters out of a caller's ``locals()``."""
     names = up.SglSamplingParams.__dataclass_fields__.keys() & arguments.keys()
     values = {name: arguments[name] for name in names}

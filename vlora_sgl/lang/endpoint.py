@@ -8,19 +8,21 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import requests
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError, ProgramCancelled, RequestError
 from vlora_sgl.lang import _upstream as up
 from vlora_sgl.lang.interpreter import Executor
+from vlora_sgl.lang.scoring import TokenLogprob
 from vlora_sgl.lang.values import Box, Boxes, Count, Label
 
 T = TypeVar("T")
 Task = Literal["classify", "count", "detect"]
-Request = dict[str, Any]
-Response = dict[str, Any]
+Request = JsonDict
+Response = JsonDict
 
 _FLUSH_TIMEOUT_S = 30
 
@@ -39,7 +41,7 @@ class Endpoint(up.RuntimeEndpoint):
         chat_template: name of one of SGLang's chat templates; by default the model's type decides.
     """
 
-    def __init__(self, model_info: dict[str, Any], chat_template: str | None = None) -> None:
+    def __init__(self, model_info: JsonDict, chat_template: str | None = None) -> None:
         # Not the base constructor: it asks a server.
         up.BaseBackend.__init__(self)
         self.model_info = model_info
@@ -128,7 +130,7 @@ class Endpoint(up.RuntimeEndpoint):
         counters = {"cached_tokens": fill["meta_info"]["cached_tokens"], "prompt_tokens": last + 1}
         return up.ChoicesDecision(decision.decision, {**(decision.meta_info or {}), **counters})
 
-    def prefill(self, s: Executor, text: str, images: Sequence[tuple[Any, str]]) -> None:
+    def prefill(self, s: Executor, text: str, images: Sequence[tuple[object, str]]) -> None:
         """Compute a text with its images now, for the state's adapter, so that what follows finds it cached."""
         data: Request = {"text": text, "sampling_params": {"max_new_tokens": 0}}
         if images:
@@ -253,7 +255,7 @@ class Runtime(Endpoint):
         """
         self._post(f"/flush_cache?timeout={_FLUSH_TIMEOUT_S}", None).close()
 
-    def get_server_info(self) -> dict[str, Any]:
+    def get_server_info(self) -> JsonDict:
         """The server's settings and state."""
         return self._get("/server_info")
 
@@ -263,10 +265,10 @@ class Runtime(Endpoint):
             self._sessions.session.headers.update(self._headers)
         return cast(requests.Session, self._sessions.session)
 
-    def _get(self, path: str) -> dict[str, Any]:
+    def _get(self, path: str) -> JsonDict:
         response = self._session().get(self.url + path, timeout=self.timeout)
         _raise_for_status(response)
-        return cast(dict[str, Any], response.json())
+        return cast(JsonDict, response.json())
 
     def _post(self, path: str, data: Request | None, stream: bool = False) -> requests.Response:
         response = self._session().post(self.url + path, json=data, stream=stream, timeout=self.timeout)
@@ -311,11 +313,13 @@ class EngineEndpoint(Endpoint):
         while (answer := self._wait(lambda: anext(answers, end))) is not end:
             yield answer
 
-    def _answers(self, data: Request) -> AsyncIterator[Any]:
+    def _answers(self, data: Request) -> AsyncIterator[Response]:
         from vlora_sgl._sgl import GenerateReqInput
 
         # Not Engine.async_generate: it lacks fields of the request that ``select`` needs.
-        return cast(AsyncIterator[Any], self.engine.tokenizer_manager.generate_request(GenerateReqInput(**data), None))
+        return cast(
+            AsyncIterator[Response], self.engine.tokenizer_manager.generate_request(GenerateReqInput(**data), None)
+        )
 
     def abort(self, request_id: str) -> None:
         """Abort on the engine's loop."""
@@ -327,13 +331,13 @@ class EngineEndpoint(Endpoint):
         Raises:
             RequestError: some still ran after half a minute.
         """
-        result: Any = self._wait(lambda: self.engine.tokenizer_manager.flush_cache(timeout_s=_FLUSH_TIMEOUT_S))
+        result = self._wait(lambda: self.engine.tokenizer_manager.flush_cache(timeout_s=_FLUSH_TIMEOUT_S))
         if not result.success:
             raise RequestError(result.message or "the cache was not flushed: requests are running")
 
-    def get_server_info(self) -> dict[str, Any]:
+    def get_server_info(self) -> JsonDict:
         """The engine's settings and state."""
-        return cast(dict[str, Any], self.engine.get_server_info())
+        return cast(JsonDict, self.engine.get_server_info())
 
     def _wait(self, start: Callable[[], Awaitable[T]]) -> T:
         async def run() -> T:
@@ -364,10 +368,19 @@ class EngineEndpoint(Endpoint):
             self._turn.notify_all()
 
 
-_engines: weakref.WeakKeyDictionary[Any, EngineEndpoint] = weakref.WeakKeyDictionary()
+class EngineLike(Protocol):
+    """An engine in this process: a :class:`vlora_sgl.Engine`, or SGLang's."""
+
+    @property
+    def async_generate(self) -> Callable[..., object]: ...
 
 
-def as_endpoint(backend: Any) -> Endpoint:
+Backend = Endpoint | EngineLike | str
+
+_engines: weakref.WeakKeyDictionary[object, EngineEndpoint] = weakref.WeakKeyDictionary()
+
+
+def as_endpoint(backend: Backend | None) -> Endpoint:
     """The endpoint behind anything a program may run on.
 
     Args:
@@ -391,7 +404,7 @@ def as_endpoint(backend: Any) -> Endpoint:
     raise ConfigError(f"a program runs on a vlora.Runtime or a vlora.Engine, got {type(backend).__name__}")
 
 
-def head_value(answer: Any, task: Task) -> Label | Count | Boxes:
+def head_value(answer: object, task: Task) -> Label | Count | Boxes:
     """The typed value of what a head answered.
 
     Raises:
@@ -415,7 +428,7 @@ def head_value(answer: Any, task: Task) -> Label | Count | Boxes:
         raise RequestError(f"a {task} head answers with {error}, got {sorted(answer)}") from error
 
 
-def _choice_tokens(prompt: str, tokens: list[Any]) -> list[Any]:
+def _choice_tokens(prompt: str, tokens: list[TokenLogprob]) -> list[TokenLogprob]:
     """The entries (log-probability, id, text) of a choice's own tokens, of entries from the prompt's last but one on.
 
     Where the prompt's last token and the choice's first merged into one, that one counts as the choice's.
@@ -460,7 +473,7 @@ def _raise_for_status(response: requests.Response) -> None:
     raise RequestError(f"{message} (HTTP {response.status_code})")
 
 
-def _message(body: Any) -> str:
+def _message(body: object) -> str:
     """The text of an error in any of the forms SGLang gives it."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from tqdm import tqdm
 
-from vlora_sgl.core import AdapterId
+from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import ProgramCancelled, ProgramError, VLoraError
 from vlora_sgl.lang import _upstream as up
 from vlora_sgl.lang.ir import (
@@ -31,7 +31,7 @@ from vlora_sgl.lang.ir import (
     Statement,
     effective,
 )
-from vlora_sgl.lang.media import image_url, is_url, sample_frames
+from vlora_sgl.lang.media import ImageSource, VideoSource, image_url, is_url, sample_frames
 from vlora_sgl.lang.values import Label
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ class Executor(up.StreamExecutor):
 
     def __init__(
         self,
-        backend: Any,
-        arguments: dict[str, Any],
+        backend: up.BaseBackend,
+        arguments: dict[str, object],
         default_sampling_para: up.SglSamplingParams,
-        chat_template: Any = None,
+        chat_template: object = None,
         stream: bool = False,
         use_thread: bool = True,
         adapter: AdapterId = None,
@@ -95,7 +95,7 @@ class Executor(up.StreamExecutor):
         self.requests = 0
         self.in_flight: str | None = None
         self._cancelled = threading.Event()
-        self._converters: dict[str, tuple[Callable[[str], Any], Location | None]] = {}
+        self._converters: dict[str, tuple[Callable[[str], object], Location | None]] = {}
         self._children: weakref.WeakSet[Executor] = weakref.WeakSet()
         self._shared_prefix: ForkPrefix | None = None
         super().__init__(backend, arguments, default_sampling_para, chat_template, stream, use_thread=use_thread)
@@ -182,16 +182,18 @@ class Executor(up.StreamExecutor):
         if adapter is INHERIT:
             yield
             return
-        before, self.adapter = self.adapter, cast(AdapterId, adapter)
+        before, self.adapter = self.adapter, adapter
         try:
             yield
         finally:
             self.adapter = before
 
     def _execute_images(self, expr: SglImages) -> None:
-        sources: Sequence[Any] = (
-            [expr.source] if expr.num_frames is None else sample_frames(cast(Any, expr.source), expr.num_frames)
-        )
+        sources: Sequence[ImageSource]
+        if expr.num_frames is None:
+            sources = [cast(ImageSource, expr.source)]
+        else:
+            sources = sample_frames(cast(VideoSource, expr.source), expr.num_frames)
         for source in sources:
             url = image_url(source)
             self.images_.append((source, url))
@@ -257,11 +259,11 @@ class Executor(up.StreamExecutor):
         except ValueError as error:
             raise ProgramError(f"the answer {value!r} of {name!r} does not convert: {error}", location) from error
 
-    def typed_variables(self) -> dict[str, Any]:
+    def typed_variables(self) -> dict[str, object]:
         """All variables set so far, each with its typed value."""
         return {name: self._typed(name) for name in list(self.variables)}
 
-    def set_var(self, name: str, value: Any) -> None:
+    def set_var(self, name: str, value: object) -> None:
         self._converters.pop(name, None)
         super().set_var(name, value)
 
@@ -321,7 +323,7 @@ class ProgramState(up.ProgramState):
     """What a program appends to, and what a run returns: the text so far and the variables it set."""
 
     stream_executor: Executor
-    ret_value: Any = None
+    ret_value: object = None
 
     @property
     def current_adapter(self) -> AdapterId:
@@ -329,15 +331,15 @@ class ProgramState(up.ProgramState):
         self.sync()
         return self.stream_executor.adapter
 
-    def system(self, expr: Any = None) -> AbstractContextManager[None]:
+    def system(self, expr: up.SglExpr | str | None = None) -> AbstractContextManager[None]:
         """A system turn around ``expr``, or around a ``with`` block."""
         return cast(AbstractContextManager[None], super().system(expr))
 
-    def user(self, expr: Any = None) -> AbstractContextManager[None]:
+    def user(self, expr: up.SglExpr | str | None = None) -> AbstractContextManager[None]:
         """A user turn around ``expr``, or around a ``with`` block."""
         return cast(AbstractContextManager[None], super().user(expr))
 
-    def assistant(self, expr: Any = None) -> AbstractContextManager[None]:
+    def assistant(self, expr: up.SglExpr | str | None = None) -> AbstractContextManager[None]:
         """A turn of the model around ``expr``, or around a ``with`` block."""
         return cast(AbstractContextManager[None], super().assistant(expr))
 
@@ -371,10 +373,10 @@ class ProgramState(up.ProgramState):
         """How many prompt tokens of the request behind a variable came from the prefix cache."""
         return int(self.get_meta_info(name)["cached_tokens"])
 
-    def get_meta_info(self, name: str) -> dict[str, Any]:
+    def get_meta_info(self, name: str) -> JsonDict:
         """What the server said about the request behind a variable: tokens, cache, timings, finish reason."""
         self.stream_executor.get_var(name)
-        return cast(dict[str, Any], super().get_meta_info(name))
+        return cast(JsonDict, super().get_meta_info(name))
 
     def text(self) -> str:
         """The whole text, prompts and answers.
@@ -433,7 +435,7 @@ class StateGroup(up.ProgramStateGroup):
         if mode == "gather_variable":
             source = self.src_state.stream_executor
             known = set(source.variables)
-            gathered: dict[str, list[Any]] = {}
+            gathered: dict[str, list[object]] = {}
             for state in self.states:
                 for name, value in state.stream_executor.typed_variables().items():
                     if name not in known:
@@ -457,10 +459,10 @@ class StateGroup(up.ProgramStateGroup):
 
 
 def run_program(
-    program: Function[Any],
-    backend: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    program: Function[...],
+    backend: up.BaseBackend,
+    args: Sequence[object],
+    kwargs: dict[str, object],
     sampling: up.SglSamplingParams,
     *,
     adapter: AdapterId = None,
@@ -480,14 +482,18 @@ def run_program(
     return state
 
 
-def _run_function(state: ProgramState, program: Function[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _run_function(
+    state: ProgramState, program: Function[...], args: Sequence[object], kwargs: dict[str, object]
+) -> None:
     try:
         state.ret_value = program.func(state, *args, **kwargs)
     finally:
         state.stream_executor.end()
 
 
-def _run_streaming(state: ProgramState, program: Function[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _run_streaming(
+    state: ProgramState, program: Function[...], args: Sequence[object], kwargs: dict[str, object]
+) -> None:
     # Nobody waits for this thread, so the error goes where the reader of the stream looks for it.
     try:
         _run_function(state, program, args, kwargs)
@@ -504,9 +510,9 @@ class BatchRun:
 
     def __init__(
         self,
-        program: Function[Any],
-        backend: Any,
-        batch: Sequence[dict[str, Any]],
+        program: Function[...],
+        backend: up.BaseBackend,
+        batch: Sequence[dict[str, object]],
         sampling: up.SglSamplingParams,
         *,
         adapter: AdapterId,
@@ -530,7 +536,7 @@ class BatchRun:
         self._pool.shutdown(wait=False)
 
     @staticmethod
-    def _run_one(state: ProgramState, program: Function[Any]) -> None:
+    def _run_one(state: ProgramState, program: Function[...]) -> None:
         executor = state.stream_executor
         try:
             if executor.is_cancelled():

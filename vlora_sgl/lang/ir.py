@@ -7,7 +7,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal
 
 from vlora_sgl.core import AdapterId
 from vlora_sgl.lang._upstream import ChoicesSamplingMethod, SglExpr, SglGen, SglSelect
@@ -30,7 +30,7 @@ AMBIENT: ContextVar[AdapterChoice] = ContextVar("vlora_ambient_adapter", default
 def effective(choice: AdapterChoice, fallback: AdapterId) -> AdapterId:
     """The adapter meant by a choice: itself, else that of the ``with`` block around, else ``fallback``."""
     chosen = AMBIENT.get() if choice is INHERIT else choice
-    return fallback if chosen is INHERIT else cast(AdapterId, chosen)
+    return fallback if chosen is INHERIT else chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class SglTypedGen(SglGen):
         name: str | None,
         *,
         adapter: AdapterChoice,
-        convert: Callable[[str], Any] | None,
+        convert: Callable[[str], object] | None,
         kind: str = "Gen",
-        **sampling: Any,
+        **sampling: object,
     ) -> None:
         super().__init__(name, **sampling)
         self.adapter = adapter

@@ -6,12 +6,14 @@ import base64
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vlora_sgl.errors import MissingDependencyError, RequestError
+
+T = TypeVar("T")
 
 ImageSource = str | Path | bytes | Image.Image | np.ndarray
 """A file, an ``http(s)://`` address, encoded bytes, a Pillow image, or uint8 RGB pixels, [height, width, 3]."""
@@ -105,7 +107,7 @@ def _decode_video(path: Path, num_frames: int) -> list[Image.Image]:
         raise RequestError(f"not a video that PyAV can read: {path} ({error})") from error
 
 
-def _spread(items: list[Any], count: int, source: object = "the video") -> list[Any]:
+def _spread(items: list[T], count: int, source: object = "the video") -> list[T]:
     if not items:
         raise RequestError(f"no frames in {source}")
     if len(items) <= count:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from vlora_sgl.lang._upstream import ChoicesDecision, ChoicesSamplingMethod
+
+TokenLogprob = tuple[float, int, str]
+"""Log-probability, id and text of a token, as SGLang lists them."""
 
 
 class SequenceProbability(ChoicesSamplingMethod):
@@ -20,9 +22,9 @@ class SequenceProbability(ChoicesSamplingMethod):
         *,
         choices: list[str],
         normalized_prompt_logprobs: list[float],
-        input_token_logprobs: list[list[Any]],
-        output_token_logprobs: list[list[Any]],
-        unconditional_token_logprobs: list[list[Any]] | None = None,
+        input_token_logprobs: list[list[TokenLogprob]],
+        output_token_logprobs: list[list[TokenLogprob]],
+        unconditional_token_logprobs: list[list[TokenLogprob]] | None = None,
     ) -> ChoicesDecision:
         totals = [sum(token[0] for token in tokens) for tokens in input_token_logprobs]
         top = max(totals)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 from vlora_sgl.core import AdapterId
 from vlora_sgl.lang import _upstream as up
@@ -18,20 +19,20 @@ class TracerState(up.tracer.TracerProgramState):
 
     adapter: AdapterId = None
 
-    def _execute(self, other: Any) -> TracerState:
+    def _execute(self, other: up.SglExpr | str) -> TracerState:
         super()._execute(other)
         if isinstance(other, SglHead):
             self.variables[other.name] = up.SglVariable(other.name, source=other)
         return self
 
-    def _append_node(self, other: Any) -> None:
+    def _append_node(self, other: up.SglExpr) -> None:
         super()._append_node(other)
         if isinstance(other, SglAdapter):
             self.adapter = other.name
         if isinstance(other, (up.SglGen, up.SglSelect, SglHead)):
             other.answered_by = effective(getattr(other, "adapter", INHERIT), self.adapter)
 
-    def _role_common(self, name: str, expr: Any = None) -> Any:
+    def _role_common(self, name: str, expr: up.SglExpr | str | None = None) -> TracerState | _Turn:
         # SGLang's state hands this to its executor, and a tracer has none.
         if expr is not None:
             self._execute(up.SglExprList([up.SglRoleBegin(name), expr, up.SglRoleEnd(name)]))
@@ -73,7 +74,7 @@ class _TracedGroup(up.ProgramStateGroup):
             for name, variable in branch.variables.items():
                 self.src_state.variables.setdefault(name, variable)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[TracerState]:
         return iter(self.states)
 
     def __len__(self) -> int:
@@ -91,7 +92,7 @@ class _Turn:
         self.state._execute(up.SglRoleEnd(self.role))
 
 
-def trace_program(program: Function[Any], arguments: dict[str, Any], backend: Any) -> TracerState:
+def trace_program(program: Function[...], arguments: dict[str, object], backend: up.BaseBackend | None) -> TracerState:
     """Run the program's function on a tracer; parameters without an argument become placeholders."""
     placeholders = {name: up.SglArgument(name, None) for name in program.arg_names if name not in arguments}
     known = {**placeholders, **arguments, **program.bind_arguments}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from vlora_sgl.lang.media import ImageSource
 
 _REF_BOXES = re.compile(r"(?:<ref>(?P<ref>.*?)</ref>)?(?P<boxes>(?:<box>\(\d+,\d+\),\(\d+,\d+\)</box>)+)", re.DOTALL)
 _BOX = re.compile(r"<box>\((\d+),(\d+)\),\((\d+),(\d+)\)</box>")
@@ -110,7 +112,7 @@ class Boxes(tuple[Box, ...]):
             for box in self
         )
 
-    def draw(self, image: Any, width: int | None = None) -> Image:
+    def draw(self, image: ImageSource, width: int | None = None) -> Image:
         """A copy of ``image`` (anything ``vlora.image`` takes) with the boxes and their labels drawn on it.
 
         Args:

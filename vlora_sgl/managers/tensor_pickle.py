@@ -10,6 +10,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import torch
 
 WITH_ARRAYS = frozenset(
@@ -24,20 +25,21 @@ WITH_ARRAYS = frozenset(
 class MessagePickler(pickle.Pickler):
     """Pickles plain tensors in host memory as arrays, all else as usual; ``pickle.loads`` reads it."""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         """How to rebuild ``obj``; ``NotImplemented`` leaves that to the object."""
-        plain = type(obj) is torch.Tensor and obj.is_cpu and obj.layout is torch.strided
-        if plain and obj.dtype in WITH_ARRAYS and not obj.requires_grad:
+        if type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout is not torch.strided:
+            return NotImplemented
+        if obj.dtype in WITH_ARRAYS and not obj.requires_grad:
             return as_tensor, (obj.numpy(),)
         return NotImplemented
 
 
-def as_tensor(array: Any) -> torch.Tensor:
+def as_tensor(array: np.ndarray) -> torch.Tensor:
     """The tensor of an array out of a message, without a copy."""
     return torch.from_numpy(array)
 
 
-def dumps(message: Any) -> bytes:
+def dumps(message: object) -> bytes:
     """``message`` for ``pickle.loads``, in any process that has this package."""
     buffer = io.BytesIO()
     MessagePickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)

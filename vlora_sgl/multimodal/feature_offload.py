@@ -32,14 +32,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import MultimodalDataItem
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Offload:
         self.settled.wait()
         return self._tensor
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], tuple[torch.Tensor]]:
         return _itself, (self.wait(),)
 
 
@@ -88,19 +88,19 @@ class FeatureOffloader:
     def __init__(self, limit: int = BACKLOG_BYTES) -> None:
         self.limit = limit
         self._waiting: deque[tuple[threading.Event, int]] = deque()  # no tensors: a released feature is to be free
-        self._jobs: SimpleQueue[tuple[Offload, Any]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Offload, torch.cuda.Event]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextmanager
-    def around_embedding(self, items: Sequence[Any]) -> Iterator[None]:
+    def around_embedding(self, items: Sequence[MultimodalDataItem]) -> Iterator[None]:
         """On entry the features that an encoder may be asked for are tensors; on exit none is left on the device."""
         self.settle(items)
         before = [item.feature for item in items]
         yield
         self.take(items, before)
 
-    def take(self, items: Sequence[Any], before: Sequence[Any] | None = None) -> None:
+    def take(self, items: Sequence[MultimodalDataItem], before: Sequence[object] | None = None) -> None:
         """Leave no feature of these items on the device.
 
         Args:
@@ -119,13 +119,13 @@ class FeatureOffloader:
                 copies[item.hash] = self.offload(feature)
             item.feature = copies[item.hash]
 
-    def settle(self, items: Sequence[Any]) -> None:
+    def settle(self, items: Sequence[MultimodalDataItem]) -> None:
         """Put tensors in the place of their ``Offload``, but for copies under way that nobody will ask for.
 
         Items of several images are cached by request, not by item: beside one of those, everything is waited for.
         """
         cache = _sgl.mm_utils.embedding_cache
-        by_image = cache is not None and all(len(item.offsets) == 1 for item in items)
+        by_image = cache is not None and all(len(item.offsets or ()) == 1 for item in items)
         for item in items:
             feature = item.feature
             if isinstance(feature, Offload) and (feature.done() or not (by_image and cache.has(item.hash))):
@@ -163,13 +163,13 @@ class FeatureOffloader:
         """Whether a feature takes device memory."""
         return tensor.is_cuda
 
-    def mark(self, tensor: torch.Tensor) -> Any:
+    def mark(self, tensor: torch.Tensor) -> torch.cuda.Event:
         """What ``copy`` has to wait for: all that the current stream of the tensor's device has been given."""
         event = torch.cuda.Event(blocking=True)  # a thread that polls would take a core from the scheduler
         event.record(torch.cuda.current_stream(tensor.device))
         return event
 
-    def copy(self, tensor: torch.Tensor, mark: Any) -> torch.Tensor:
+    def copy(self, tensor: torch.Tensor, mark: torch.cuda.Event) -> torch.Tensor:
         """The tensor in (pageable) host memory. Runs in the thread; torch holds no lock meanwhile.
 
         When it returns, every stream is through with the tensor: its memory may go back to the allocator, with which

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from vlora_sgl.routed.spec import RoutedSpec
 from vlora_sgl.routed.token_router import UNIT, quantised, top_weights
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 class RoutedModel:
@@ -31,7 +35,7 @@ class RoutedModel:
         probabilities: [B, T, members], that softmax, of the latest forward.
     """
 
-    def __init__(self, model: Any, spec: RoutedSpec) -> None:
+    def __init__(self, model: PeftModel, spec: RoutedSpec) -> None:
         self.model, self.spec = model, spec
         self.temperature: float | None = None
         self.straight = False
@@ -39,7 +43,7 @@ class RoutedModel:
         self.votes = torch.zeros(0)
         self.probabilities = torch.zeros(0)
         self._ids = torch.zeros(0)
-        self._total: Any = 0
+        self._total: Tensor | int = 0
         self._count = 0
 
     @contextmanager
@@ -48,7 +52,7 @@ class RoutedModel:
         from peft.tuners.lora import LoraLayer
 
         hooks = [self.model.get_base_model().register_forward_pre_hook(self._note_ids, with_kwargs=True)]
-        layers: list[Any] = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
         hooks += [layer.register_forward_hook(self._adder(layer)) for layer in layers]
         first = next(
             module
@@ -63,10 +67,10 @@ class RoutedModel:
             for hook in hooks:
                 hook.remove()
 
-    def _note_ids(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_ids(self, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         self._ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
 
-    def _route(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _route(self, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         x = args[0] if args else kwargs["hidden_states"]
         if x.shape[1] > 1:
             self._total, self._count = 0, 0  # a prompt: a new sequence
@@ -82,7 +86,7 @@ class RoutedModel:
             slope = self.probabilities - self.probabilities.detach()
             self.weights = self.weights + slope if self.straight else self.probabilities
 
-    def _served(self) -> torch.Tensor:
+    def _served(self) -> Tensor:
         """[B, T, members]: the weights of tokens with ``votes``, as serving computes them."""
         assert self.spec.router is not None
         length = self.votes.shape[1]
@@ -95,7 +99,7 @@ class RoutedModel:
             self._total, self._count = votes[:, -1:], self._count + length
         return top_weights(votes.flatten(0, 1), count.flatten(), self.spec.top_k).view(votes.shape)
 
-    def _by_table(self) -> torch.Tensor:
+    def _by_table(self) -> Tensor:
         config, ids, modalities = self.model.get_base_model().config, self._ids, self.spec.modalities
         member = torch.full_like(ids, modalities.get("text", -1))
         for first, end, chosen in self.spec.ranges:
@@ -106,7 +110,7 @@ class RoutedModel:
                 member = torch.where(ids == token, modalities.get(modality, -1), member)
         return (member[..., None] == torch.arange(len(self.spec.members), device=ids.device)).float()
 
-    def _adder(self, layer: Any) -> Callable[[Any, tuple[Any, ...], torch.Tensor], torch.Tensor]:
+    def _adder(self, layer: Any) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
         """The hook that adds the members' deltas to ``layer``'s output: all members as one adapter of summed rank."""
         here = [(k, name) for k, name in enumerate(self.spec.members) if name in layer.lora_A]
         if not here:
@@ -117,7 +121,7 @@ class RoutedModel:
             [k for k, name in here for _ in range(len(layer.lora_A[name].weight))], device=a.device
         )  # of each row of a
 
-        def add(_: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             x = inputs[0]
             if x.shape[:2] != self.weights.shape[:2]:
                 return output  # another tower's tokens
@@ -127,7 +131,7 @@ class RoutedModel:
         return add
 
 
-def mean_votes(routed: RoutedModel) -> torch.Tensor:
+def mean_votes(routed: RoutedModel) -> Tensor:
     """[B, T, members]: mean vote of every token's prefix, of the latest forward, as serving rounds it."""
     votes = quantised(routed.votes).cumsum(1).double() / UNIT
     return votes / torch.arange(1, votes.shape[1] + 1, device=votes.device)[:, None]

@@ -13,10 +13,9 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from vlora_sgl import _sgl
 from vlora_sgl.platforms.cpu import has_accelerator
@@ -75,7 +74,7 @@ def import_needed_processors(original: Callable[..., None], package_name: str, o
         models = set(re.findall(r"sglang\.srt\.models\.(\w+)", source))
         return not models or not models <= disabled
 
-    def iter_modules(path: Any, prefix: str) -> list[pkgutil.ModuleInfo]:
+    def iter_modules(path: Iterable[str], prefix: str) -> list[pkgutil.ModuleInfo]:
         return [module for module in pkgutil.iter_modules(path, prefix) if module.ispkg or needed(module.name)]
 
     _sgl.multimodal_processor.pkgutil = SimpleNamespace(iter_modules=iter_modules)

@@ -14,8 +14,9 @@ import signal
 import sys
 from collections.abc import Callable
 from multiprocessing import forkserver
-from typing import Any
 
+from vlora_sgl._sgl_types import ServerArgs
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import VLoraError
 from vlora_sgl.startup import imports, quiet
 
@@ -34,14 +35,14 @@ class WithEnvironment:
     def __init__(self, target: Callable[..., None]) -> None:
         self.target = target
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JsonDict:
         return {"target": self.target, "environment": dict(os.environ)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: JsonDict) -> None:
         self.target = state["target"]
         os.environ.update(state["environment"])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         self.target(*args, **kwargs)
 
 
@@ -64,7 +65,7 @@ def start_fork_server() -> None:
     _start_method = "forkserver"
 
 
-def use_start_method(original: Callable[[Any], None], server_args: Any) -> None:
+def use_start_method(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
     """Wraps SGLang's ``_set_envs_and_config``, which sets the start method to spawn: ours, if one was chosen."""
     original(server_args)
     if _start_method is not None:
@@ -76,7 +77,7 @@ def pass_failures_on() -> None:
     signal.signal(signal.SIGQUIT, lambda number, frame: os.kill(os.getppid(), number))
 
 
-def run_scheduler(*args: Any, **kwargs: Any) -> None:
+def run_scheduler(*args: object, **kwargs: object) -> None:
     """The scheduler process: ours in place, checked, then SGLang's entry."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     try:
@@ -89,7 +90,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     _sgl.run_scheduler_process(*args, **kwargs)
 
 
-def run_detokenizer(*args: Any, **kwargs: Any) -> None:
+def run_detokenizer(*args: object, **kwargs: object) -> None:
     """The detokenizer process. Nothing of ours runs in it, but it must be the SGLang we know."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     quiet.silence()
@@ -99,7 +100,9 @@ def run_detokenizer(*args: Any, **kwargs: Any) -> None:
     _sgl.run_detokenizer_process(*args, **kwargs)
 
 
-def init_tokenizer_manager(server_args: Any, port_args: Any, TokenizerManagerClass: Any = None) -> Any:
+def init_tokenizer_manager(
+    server_args: ServerArgs, port_args: object, TokenizerManagerClass: type | None = None
+) -> object:
     """The tokenizer manager and the templates, in the main process."""
     from vlora_sgl import _sgl, plugin
 

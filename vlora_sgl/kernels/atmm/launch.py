@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +57,7 @@ def _stages(tile: Tile, block_m: int, rp: int, pairs: int, x: torch.Tensor) -> i
     return max(1, min(tile.stages, min(_SHARED, shared_memory(x.device)) // step))
 
 
-def _run(function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def _run(function: triton.JITFunction, grid: tuple[int, ...], *args: object, **options: object) -> None:
     """Launch. The tiling search replaces it where it only compiles."""
     function[grid](*args, **options)
 

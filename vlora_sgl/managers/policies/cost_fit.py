@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from vlora_sgl.core import AdapterId
+from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.managers.policies.cost_table import CostTable, Groups, PhaseCosts, lora_work
 
@@ -39,7 +38,7 @@ class Fit:
     kept: dict[str, tuple[int, int]]
 
 
-def features(row: Mapping[str, Any]) -> list[float]:
+def features(row: JsonDict) -> list[float]:
     """One row of the design matrix: what each of ``COLUMNS`` and ``SWITCHES`` is multiplied by."""
     groups: Groups = {adapter or None: tokens for adapter, tokens in row["groups"].items()}
     merged: AdapterId = row["merged"]
@@ -58,13 +57,13 @@ def features(row: Mapping[str, Any]) -> list[float]:
     ]
 
 
-def stretches(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def stretches(rows: Sequence[JsonDict]) -> list[list[JsonDict]]:
     """The log in pieces whose seconds are what they took: a decode, or a run of prefills with the decode before it.
 
     Where launches overlap with computation, an iteration's result waits while the host prepares the next one. A decode
     costs the host little, a prefill with images much: it shows up in the seconds of the iteration before.
     """
-    found: list[list[Mapping[str, Any]]] = []
+    found: list[list[JsonDict]] = []
     for row in rows:
         if row["prefill"] and found:
             found[-1].append(row)
@@ -73,7 +72,7 @@ def stretches(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]
     return found
 
 
-def fit(rows: Sequence[Mapping[str, Any]], like: CostTable, provenance: str) -> Fit:
+def fit(rows: Sequence[JsonDict], like: CostTable, provenance: str) -> Fit:
     """The coefficients >= 0 of the least absolute relative errors.
 
     Args:
@@ -115,7 +114,7 @@ def fit(rows: Sequence[Mapping[str, Any]], like: CostTable, provenance: str) -> 
     return Fit(table, error, total, kept)
 
 
-def _both_phases(row: Mapping[str, Any]) -> list[float]:
+def _both_phases(row: JsonDict) -> list[float]:
     """``features``, in the columns of the row's phase."""
     *own, merged, unmerged = features(row)
     nothing = [0.0] * len(own)

@@ -11,9 +11,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
-from vlora_sgl.core import AdapterId
+from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import ConfigError
 
 TABLES = Path(__file__).parent / "cost_tables"
@@ -138,7 +137,7 @@ class CostTable:
         return self.unmerge if target is None else self.merge
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> CostTable:
+    def from_json(cls, row: JsonDict) -> CostTable:
         """Build a table from one JSON object.
 
         Raises:
@@ -150,7 +149,7 @@ class CostTable:
         except (KeyError, TypeError) as error:
             raise ConfigError(f"not a cost table: {error}") from None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonDict:
         """The JSON object that ``from_json`` reads."""
         return asdict(self)
 

@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from vlora_sgl.core import AdapterId, InferenceMode
+from vlora_sgl.core import AdapterId, InferenceMode, JsonDict
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.managers.policies.cost_table import CostTable, Groups
 
@@ -88,7 +87,7 @@ class IterationLog:
         self._file.write(json.dumps(row) + "\n")
 
 
-def read_log(path: Path) -> tuple[CostTable, list[dict[str, Any]]]:
+def read_log(path: Path) -> tuple[CostTable, list[JsonDict]]:
     """The cost table and the rows of a log; a last line that was cut off with the engine is left out.
 
     Raises:
