@@ -75,7 +75,7 @@ JOBS = (
     Job("step", f"{KERNELS}.bench_step --limit 290", 300),
     Job("modes", f"{SERVING}.bench_modes --rank 64 --rounds 2", 240),
     Job("atmm", f"{KERNELS}.bench_atmm --quick --workers 8", 180),
-    Job("routing", f"{KERNELS}.bench_routing", 180),
+    Job("routing", f"{KERNELS}.bench_token_routing", 180),
     Job("switch", f"{KERNELS}.bench_switch", 60),
     Job("load", f"{KERNELS}.bench_load", 30),
     Job("search", f"{KERNELS}.bench_search --out {{out}}/tiles.json", 1800),
