@@ -28,10 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     inspect.add_argument("directory", type=Path, help="a PEFT adapter directory")
     inspect.add_argument("--model", type=Path, help="directory of the base model, to check shapes and depth against")
     inspect.add_argument("--json", action="store_true", help="print the report as JSON")
-    inspect.set_defaults(run=_inspect)
     args = parser.parse_args(argv)
     try:
-        report = args.run(args)
+        report = inspect_adapter(args.directory, args.model)
     except VLoraError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1
@@ -62,10 +61,6 @@ def inspect_adapter(directory: Path, model: Path | None = None) -> JsonDict:
             if name.rpartition(".")[2] in report.modules
         )
     return answer
-
-
-def _inspect(args: argparse.Namespace) -> JsonDict:
-    return inspect_adapter(args.directory, args.model)
 
 
 def _model_width(model: Path) -> int:

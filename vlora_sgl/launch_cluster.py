@@ -40,6 +40,7 @@ class ClusterArgs(argparse.Namespace):
     health_interval: float
     known: dict[str, str]
     shares: dict[str, float]
+    shares_file: Path | None
     log_dir: Path | None
     server: tuple[str, ...]
 
@@ -81,7 +82,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--patience", type=float, default=60.0, metavar="SECONDS", help="how long a request waits while none serves")
     add("--health-interval", type=float, default=10.0, metavar="SECONDS")
     add("--on-demand", nargs="+", default=[], metavar="NAME=DIR", help="adapters that are loaded when asked for")
-    add("--shares", type=Path, metavar="FILE", help='expected requests by adapter, JSON: "shares" of GET /cluster')
+    add(
+        "--shares",
+        type=Path,
+        dest="shares_file",
+        metavar="FILE",
+        help='expected requests by adapter, JSON: "shares" of GET /cluster',
+    )
     add("--log-dir", type=Path, metavar="DIR", help="where the output of replicas goes, a file each")
     return parser
 
@@ -102,7 +109,7 @@ def parse(argv: Sequence[str]) -> ClusterArgs:
     if wrong:
         raise ConfigError(f"--on-demand takes NAME=DIR; got {wrong[0]!r}")
     args.known = dict(pair.split("=", 1) for pair in args.on_demand)
-    file: Path | None = vars(args)["shares"]
+    file = args.shares_file
     try:
         shares = json.loads(file.read_text()) if file else {}
         args.shares = {str(name): float(share) for name, share in shares.get("shares", shares).items()}

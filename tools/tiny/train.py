@@ -193,27 +193,22 @@ def accuracy(
         asked += per_type.values()
     images = S.render(drawn, device, torch.Generator(device).manual_seed(seed))
     model.to(device).eval()
-    vision = torch.cat(
-        [
-            batches.encode_images(model.model.visual, batches.patches(images[s : s + batch], mean, std))
-            for s in range(0, scenes, batch)
-        ]
-    )
+    vision = _see(model, images, mean, std, batch)
     hits: dict[str, list[bool]] = {}
     blind: dict[str, list[bool]] = {}
     for start in range(0, len(asked), batch):
         part = asked[start : start + batch]
         for shown, into in ((True, hits), (False, blind)):
-            ids, labels = encoder.pad_rows([encoder.dialogue([(q, a)], images=int(shown)) for _, _, q, a in part])
-            ids, labels = ids.to(device), labels.to(device)
-            tokens = vision[[i for i, *_ in part]] if shown else vision[:0]
-            hidden = batches.forward(model, ids, tokens.flatten(0, 1), encoder.image_token)
-            wrong = (labels[:, 1:] != batches.IGNORE) & (model.lm_head(hidden[:, :-1]).argmax(-1) != labels[:, 1:])
-            for (_, kind, _, _), bad in zip(part, wrong.any(1).tolist(), strict=True):
-                into.setdefault(kind, []).append(not bad)
+            rows = [encoder.dialogue([(q, a)], images=int(shown)) for _, _, q, a in part]
+            right = _right(model, encoder, rows, vision[[i for i, *_ in part]] if shown else vision[:0])
+            for (_, kind, _, _), good in zip(part, right, strict=True):
+                into.setdefault(kind, []).append(good)
     answers: dict[str, list[str]] = {}
     if "motion" in kinds:
-        hits["motion"], answers["motion"] = _motion(model, encoder, device, mean, std, scenes, seed + 1, batch)
+        frames, directions = S.motion(scenes, np.random.default_rng(seed + 1), test=True)
+        vision = _see(model, torch.stack([S.render(f, device) for f in frames], 1).flatten(0, 1), mean, std, batch)
+        rows = [encoder.dialogue([(S.MOTION_QUESTION, d)], images=len(frames)) for d in directions]
+        hits["motion"], answers["motion"] = _right(model, encoder, rows, vision), directions
     for _, kind, _, answer in asked:
         answers.setdefault(kind, []).append(answer)
     result = {}
@@ -227,35 +222,20 @@ def accuracy(
     return result
 
 
-def _motion(
-    model: Any,
-    encoder: batches.Encoder,
-    device: torch.device,
-    mean: torch.Tensor,
-    std: torch.Tensor,
-    clips: int,
-    seed: int,
-    batch: int,
-) -> tuple[list[bool], list[str]]:
-    """Whether the direction of each of ``clips`` unseen clips is named, and the directions."""
-    frames, directions = S.motion(clips, np.random.default_rng(seed), test=True)
-    pictures = torch.stack([S.render(f, device) for f in frames], 1).flatten(0, 1)
-    ids, labels = encoder.pad_rows(
-        [encoder.dialogue([(S.MOTION_QUESTION, d)], images=len(frames)) for d in directions]
-    )
-    tokens = torch.cat(
-        [
-            batches.encode_images(model.model.visual, batches.patches(pictures[s : s + batch], mean, std))
-            for s in range(0, len(pictures), batch)
-        ]
-    )
-    guess = (
-        model.lm_head(batches.forward(model, ids.to(device), tokens.flatten(0, 1), encoder.image_token)[:, :-1])
-        .argmax(-1)
-        .cpu()
-    )
-    hits = (~((labels[:, 1:] != batches.IGNORE) & (guess != labels[:, 1:])).any(1)).tolist()
-    return hits, directions
+def _see(model: Any, images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, batch: int) -> torch.Tensor:
+    """What the vision tower makes of images, ``batch`` at a time."""
+    parts = (batches.patches(images[s : s + batch], mean, std) for s in range(0, len(images), batch))
+    return torch.cat([batches.encode_images(model.model.visual, part) for part in parts])
+
+
+def _right(
+    model: Any, encoder: batches.Encoder, rows: list[tuple[list[int], list[int]]], vision: torch.Tensor
+) -> list[bool]:
+    """Whether greedy decoding gives each row's answer, from its images' tokens."""
+    ids, labels = (part.to(vision.device) for part in encoder.pad_rows(rows))
+    hidden = batches.forward(model, ids, vision.flatten(0, 1), encoder.image_token)
+    wrong = (labels[:, 1:] != batches.IGNORE) & (model.lm_head(hidden[:, :-1]).argmax(-1) != labels[:, 1:])
+    return (~wrong.any(1)).tolist()
 
 
 def train_adapter(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError
@@ -38,6 +38,10 @@ class Example:
         return [Image.open(path).convert("RGB") for path in self.images]
 
 
+Located = tuple[str, Example]
+"""An example and where it was read, ``file:line``."""
+
+
 def read_jsonl(path: str | Path) -> list[Example]:
     """Read lines of ``{"image": str | "images": [str], "question": str, "answer": str}``; paths relative to the file.
 
@@ -46,32 +50,56 @@ def read_jsonl(path: str | Path) -> list[Example]:
     Raises:
         ConfigError: every fault of the file at once, each with its line.
     """
+
+    def example(row: JsonDict, images: tuple[Path, ...]) -> Example:
+        if not str(row["answer"]).strip():
+            raise ValueError("the answer is empty")
+        return Example(images, str(row["question"]), str(row["answer"]), boxes_of(row))
+
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
-    examples: list[Example] = []
     faults: list[str] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            names = row["images"] if "images" in row else [row["image"]]
-            images = tuple(path.parent / name for name in names)
-            missing = [str(image) for image in images if not image.is_file()]
-            if missing:
-                faults.append(f"{path}:{number}: no such image: {', '.join(missing)}")
-            if not str(row["answer"]).strip():
-                faults.append(f"{path}:{number}: the answer is empty")
-            boxes = tuple((str(item["label"]), _box(item["box"])) for item in row.get("boxes", ()))
-            examples.append(Example(images, str(row["question"]), str(row["answer"]), boxes))
-        except (KeyError, TypeError, ValueError) as error:
-            faults.append(f"{path}:{number}: expected image(s), question and answer: {type(error).__name__}: {error}")
-    if not examples and not faults:
+    located = read_rows(path, example, faults)
+    if not located and not faults:
         faults.append(f"{path}: the split is empty")
     if faults:
         raise ConfigError("\n".join(faults))
-    return examples
+    return [one for _, one in located]
+
+
+def read_rows(
+    path: Path, example: Callable[[JsonDict, tuple[Path, ...]], Example], faults: list[str]
+) -> list[Located]:
+    """Rows of a JSONL file as examples; its faults are added to ``faults`` with their lines.
+
+    Args:
+        example: makes one of a row and its images; the errors it raises (KeyError, TypeError, ValueError) are faults.
+    """
+    found: list[Located] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+            images = tuple(path.parent / name for name in (row["images"] if "images" in row else [row["image"]]))
+            found.append((where, example(row, images)))
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+            faults.append(f"{where}: expected image(s), question and answer: {what}")
+            continue
+        check_images(where, images, faults)
+    return found
+
+
+def boxes_of(row: JsonDict) -> tuple[tuple[str, Box], ...]:
+    """A row's labelled boxes.
+
+    Raises:
+        ValueError: one that is no box in fractions of the image.
+    """
+    return tuple((str(item["label"]), _box(item["box"])) for item in row.get("boxes", ()))
 
 
 def _box(value: Sequence[float]) -> Box:
@@ -79,6 +107,18 @@ def _box(value: Sequence[float]) -> Box:
     if not (0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1):
         raise ValueError(f"a box is x1, y1, x2, y2 in fractions of the image, got {list(value)}")
     return x1, y1, x2, y2
+
+
+def check_images(where: str, images: Iterable[Path], faults: list[str]) -> None:
+    """Add to ``faults`` the images that are not there, or are none."""
+    for path in images:
+        try:
+            with Image.open(path):
+                pass  # reads the header only
+        except FileNotFoundError:
+            faults.append(f"{where}: no such image: {path}")
+        except (UnidentifiedImageError, OSError) as error:
+            faults.append(f"{where}: not an image: {path}: {error}")
 
 
 def read_image_folder(path: str | Path, question: str) -> list[Example]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import html
 import io
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import jinja2
 
 from vlora_sgl.core import JsonDict
 
@@ -17,14 +18,47 @@ if TYPE_CHECKING:
 
 
 Report = JsonDict
-Cell = str | tuple[str, bool]
-"""Text, and whether it is bad news."""
 
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}
+PAGE = """<!doctype html><html lang='en'><meta charset='utf-8'><title>Adapters</title><style>
+body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}
 table{border-collapse:collapse;margin:1rem 0}
 th,td{padding:.25rem .7rem;border-bottom:1px solid #d5dae0;text-align:left}
 td.n{text-align:right;font-variant-numeric:tabular-nums}.bad{color:#b3261e;font-weight:600}.ok{color:#1a6b35}
-figure{margin:1.5rem 0}svg{max-width:100%;height:auto}figcaption,.note{color:#56606b}"""
+figure{margin:1.5rem 0}svg{max-width:100%;height:auto}figcaption,.note{color:#56606b}
+</style><body>
+{% macro table(columns) %}<table><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr>
+{{- caller() }}</table>{% endmacro %}
+{% macro share(value, floor=0) -%}
+<td class='n{{ " bad" if value < floor }}'>{{ "%.3f" % value }}</td>{% endmacro %}
+<h1>{{ datasets|length }} data sets in {{ adapters|length }} adapters</h1>
+{% if floors_broken %}<p class='bad'>{{ floors_broken }} of {{ datasets|length }} data sets lie below their floor on
+test data.</p>{% else %}<p class='ok'>Every data set keeps its floor on test data.</p>{% endif %}
+<p>Base model <code>{{ base }}</code>; order {{ order }}, seed {{ seed }}; heads {{ "on" if heads else "off" }};
+rehearsal {{ "%g" % rehearsal }}; {{ trainings }} trainings ({{ trainings_resumed }} of them resumed),
+{{ "%.0f" % seconds }} s on {{ device }}.</p>
+<p>Bound: no packing with fewer than {{ bound }} adapters avoids every combination that was seen to break a floor (as
+far as such a combination fails in larger ones too).</p>
+<h2>Accuracy</h2><p class='note'>Validation decided: what it needs shows the floor with {{ "%.0f" % (100 * confidence)
+}}% confidence. The other accuracies are on test data.</p>
+{% call table(["data set", "task", "metric", "adapter", "needed", "validation", "floor", "base", "test", "teacher"]) %}
+{% for row in datasets %}<tr><td>{{ row.name }}</td><td>{{ row.task }}</td><td>{{ row.metric }}</td>
+<td>{{ row.adapter }}</td>{{ share(row.needed) }}{{ share(row.validation, row.needed) }}{{ share(row.floor) }}
+{{- share(row.base) }}{{ share(row.accuracy, row.floor) }}
+{{- "<td></td>"|safe if row.teacher is none else share(row.teacher) }}</tr>{% endfor %}{% endcall %}
+<h2>Packing</h2>
+{% call table(["adapter", "learnt, in order"]) %}
+{% for one in adapters %}<tr><td>{{ one.name }}</td><td>{{ one.datasets|join(" + ") }}</td></tr>{% endfor %}
+{% endcall %}
+{% for svg, caption in plots %}<figure>{{ svg|safe }}<figcaption>{{ caption }}</figcaption></figure>{% endfor %}
+<h2>Every training</h2><p class='note'>Accuracy on validation data, which decides.</p>
+{% call table(["", "learnt, in order", "accuracy", "verdict"]) %}
+{% for step in steps %}<tr><td class='n'>{{ loop.index }}</td><td>{{ step.datasets|join(" + ") }}</td>
+<td>{% for name, value in step.accuracy.items() %}{{ name }} {{ "%.3f" % value }}{{ ", " if not loop.last }}
+{%- endfor %}</td>
+<td{% if step.broken %} class='bad'>floor not shown: {{ step.broken|join(", ") }}{% else %}>holds{% endif %}</td>
+</tr>{% endfor %}{% endcall %}
+</body></html>
+"""
 
 
 def write_report(report: Report, out: Path) -> None:
@@ -36,80 +70,8 @@ def write_report(report: Report, out: Path) -> None:
 
 def render(report: Report) -> str:
     """The report as one HTML page that loads nothing from elsewhere."""
-    broken = report["floors_broken"]
-    verdict = (
-        f"<p class='bad'>{broken} of {len(report['datasets'])} data sets lie below their floor on test data.</p>"
-        if broken
-        else "<p class='ok'>Every data set keeps its floor on test data.</p>"
-    )
-    head = (
-        f"<h1>{len(report['datasets'])} data sets in {len(report['adapters'])} adapters</h1>{verdict}"
-        f"<p>Base model <code>{html.escape(str(report['base']))}</code>; order {report['order']}, "
-        f"seed {report['seed']}; heads {'on' if report['heads'] else 'off'}; rehearsal {report['rehearsal']:g}; "
-        f"{report['trainings']} trainings ({report['trainings_resumed']} of them resumed), "
-        f"{report['seconds']:.0f} s on {report['device']}.</p>"
-        f"<p>Bound: no packing with fewer than {report['bound']} adapters avoids every combination that was seen to "
-        "break a floor (as far as such a combination fails in larger ones too).</p>"
-    )
-    parts = [head, _datasets_table(report), _adapters_table(report)]
-    parts += [f"<figure>{svg}<figcaption>{caption}</figcaption></figure>" for svg, caption in _plots(report)]
-    parts.append(_steps_table(report))
-    return (
-        "<!doctype html><html lang='en'><meta charset='utf-8'><title>Adapters</title>"
-        f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
-    )
-
-
-def _datasets_table(report: Report) -> str:
-    rows: list[list[Cell]] = [
-        [
-            row["name"],
-            row["task"],
-            row["metric"],
-            row["adapter"],
-            f"{row['needed']:.3f}",
-            (f"{row['validation']:.3f}", row["validation"] < row["needed"]),
-            f"{row['floor']:.3f}",
-            f"{row['base']:.3f}",
-            (f"{row['accuracy']:.3f}", row["accuracy"] < row["floor"]),
-            "" if row["teacher"] is None else f"{row['teacher']:.3f}",
-        ]
-        for row in report["datasets"]
-    ]
-    note = (
-        f"Validation decided: what it needs shows the floor with {report['confidence']:.0%} confidence. The other "
-        "accuracies are on test data."
-    )
-    columns = ["data set", "task", "metric", "adapter", "needed", "validation", "floor", "base", "test", "teacher"]
-    return f"<h2>Accuracy</h2><p class='note'>{note}</p>" + _table(columns, rows)
-
-
-def _adapters_table(report: Report) -> str:
-    rows: list[list[Cell]] = [[entry["name"], " + ".join(entry["datasets"])] for entry in report["adapters"]]
-    return "<h2>Packing</h2>" + _table(["adapter", "learnt, in order"], rows)
-
-
-def _steps_table(report: Report) -> str:
-    rows: list[list[Cell]] = []
-    for number, step in enumerate(report["steps"], 1):
-        accuracy = ", ".join(f"{name} {value:.3f}" for name, value in step["accuracy"].items())
-        verdict = f"floor not shown: {', '.join(step['broken'])}" if step["broken"] else "holds"
-        rows.append([str(number), " + ".join(step["datasets"]), accuracy, (verdict, bool(step["broken"]))])
-    return "<h2>Every training</h2><p class='note'>Accuracy on validation data, which decides.</p>" + _table(
-        ["", "learnt, in order", "accuracy", "verdict"], rows
-    )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    def cell(value: Cell) -> str:
-        text, bad = value if isinstance(value, tuple) else (value, False)
-        number = text.replace(".", "", 1).isdecimal()
-        kind = " ".join(name for name, on in (("n", number), ("bad", bad)) if on)
-        return f"<td class='{kind}'>{html.escape(text)}</td>"
-
-    top = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(PAGE).render(report, plots=_plots(report)) + "\n"
 
 
 def _plots(report: Report) -> list[tuple[str, str]]:

@@ -5,25 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError, MissingDependencyError
 from vlora_sgl.generate.config import DataSet, RunConfig, parse_config
-from vlora_sgl.generate.datasets import IMAGE_SUFFIXES, SPLITS, Example, read_image_folder, write_jsonl
+from vlora_sgl.generate.datasets import (
+    IMAGE_SUFFIXES,
+    SPLITS,
+    Example,
+    Located,
+    boxes_of,
+    check_images,
+    read_image_folder,
+    read_rows,
+    write_jsonl,
+)
 from vlora_sgl.generate.floors import bar, examples_needed, independent_examples
 from vlora_sgl.generate.processes import processes_of
 from vlora_sgl.generate.scores import read_boxes
 from vlora_sgl.generate.tasks import box_text
 from vlora_sgl.generate.teachers import label_images, load_teacher
-
-Located = tuple[str, Example]
-"""An example and where it was read, ``file:line``."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,7 @@ def _read(spec: DataSet, config: RunConfig, faults: list[str]) -> dict[str, list
         except ConfigError as error:
             faults.append(str(error))
         for where, example in rows.get("train", []):
-            _check_images(where, example.images, faults)
+            check_images(where, example.images, faults)
     elif "huggingface" in spec.data:
         rows = _read_huggingface(spec, config.output / "data" / spec.name, faults)
     else:
@@ -159,7 +166,7 @@ def _read(spec: DataSet, config: RunConfig, faults: list[str]) -> dict[str, list
         question = question_of(spec, {})
         rows["train"] = [(str(path), Example((path,), question, "")) for path in found]
         for where, example in rows["train"]:
-            _check_images(where, example.images, faults)
+            check_images(where, example.images, faults)
         for split in SPLITS[1:]:
             if split in spec.data:
                 rows[split] = _read_rows(spec, Path(spec.data[split]), faults)
@@ -195,28 +202,15 @@ def _split_off(spec: DataSet, rows: dict[str, list[Located]], rng: random.Random
 
 def _read_rows(spec: DataSet, path: Path, faults: list[str]) -> list[Located]:
     """Rows of a JSONL file; its faults are added with their lines."""
-    found: list[Located] = []
-    lines = [(number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
-    if not lines:
+    before = len(faults)
+    found = read_rows(path, partial(_example, spec), faults)
+    if not found and len(faults) == before:
         faults.append(f"{path}:1: {spec.name}: the split is empty")
-    for number, line in lines:
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-            names = row["images"] if "images" in row else [row["image"]]
-            images = tuple(path.parent / name for name in names)
-            example = _example(spec, row, images)
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            faults.append(f"{where}: expected image(s), question and answer: {what}")
-            continue
-        _check_images(where, images, faults)
-        found.append((where, example))
     return found
 
 
 def _example(spec: DataSet, row: JsonDict, images: tuple[Path, ...]) -> Example:
-    boxes = tuple((str(item["label"]), _box(item["box"])) for item in row.get("boxes", ()))
+    boxes = boxes_of(row)
     answers = [str(answer) for answer in row.get("answers", ())]
     if "answer" in row:
         answers.insert(0, str(row["answer"]))
@@ -230,24 +224,6 @@ def _example(spec: DataSet, row: JsonDict, images: tuple[Path, ...]) -> Example:
     return Example(
         images, question_of(spec, row), best, boxes=boxes, references=references if len(answers) > 1 else ()
     )
-
-
-def _box(value: Sequence[float]) -> tuple[float, float, float, float]:
-    x1, y1, x2, y2 = map(float, value)
-    if not (0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1):
-        raise ValueError(f"a box is x1, y1, x2, y2 in fractions of the image, got {list(value)}")
-    return x1, y1, x2, y2
-
-
-def _check_images(where: str, images: Iterable[Path], faults: list[str]) -> None:
-    for path in images:
-        try:
-            with Image.open(path):
-                pass  # reads the header only
-        except FileNotFoundError:
-            faults.append(f"{where}: no such image: {path}")
-        except (UnidentifiedImageError, OSError) as error:
-            faults.append(f"{where}: not an image: {path}: {error}")
 
 
 def _check(

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from vlora_sgl.core import JsonDict
 from vlora_sgl.generate.datasets import Example
-from vlora_sgl.generate.trainer import IGNORE, Prepared, base_of, exact_match, prepared
+from vlora_sgl.generate.trainer import IGNORE, Prepared, base_of, exact_match, prepared, shuffled
 from vlora_sgl.routed.peft import RoutedModel
 from vlora_sgl.routed.spec import RoutedSpec, write_routed
 from vlora_sgl.routed.token_router import Router
@@ -92,17 +92,13 @@ def train_router(
     data = prepared(peft_model, processor, examples)
     optimizer = torch.optim.AdamW(router.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps + 1)
-    rng = random.Random(settings.seed)
-    order: list[int] = []
-    bar = tqdm(range(settings.steps), desc="router", mininterval=5)
+    batches = shuffled(len(data), settings.batch_size, settings.steps, settings.seed)
+    bar = tqdm(batches, desc="router", total=settings.steps, mininterval=5)
     with routed.applied():
-        for step in bar:
+        for step, chosen in enumerate(bar):
             softened = step / (settings.soft_share * settings.steps)
             routed.straight = softened >= 1
             routed.temperature = 1.0 if routed.straight else settings.sharpest**softened
-            if len(order) < settings.batch_size:
-                order += rng.sample(range(len(data)), len(data))
-            chosen, order = order[: settings.batch_size], order[settings.batch_size :]
             inputs, labels = data.batch(chosen, device)
             with data.seen(chosen):
                 logits = peft_model(**inputs, use_cache=False).logits

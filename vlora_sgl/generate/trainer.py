@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,13 +68,21 @@ class LoraSettings:
             raise ConfigError(f"activate must be None or {AFTER_IMAGE!r}, got {self.activate!r}")
 
 
-def chat(question: str, images: int, answer: str | None = None) -> list[JsonDict]:
-    """One turn about ``images`` images as chat messages; serving builds the same ones from a request."""
+def chat(question: str, images: int) -> list[JsonDict]:
+    """A question about ``images`` images as chat messages; serving builds the same ones from a request."""
     content: list[dict[str, str]] = [{"type": "image"}] * images + [{"type": "text", "text": question}]
-    messages: list[JsonDict] = [{"role": "user", "content": content}]
-    if answer is not None:
-        messages.append({"role": "assistant", "content": answer})
-    return messages
+    return [{"role": "user", "content": content}]
+
+
+def shuffled(count: int, size: int, steps: int, seed: int) -> Iterator[list[int]]:
+    """Indices of ``steps`` batches of ``size`` of ``count`` examples: all in one random order after another."""
+    rng = random.Random(seed)
+    order: list[int] = []
+    for _ in range(steps):
+        if len(order) < size:
+            order += rng.sample(range(count), count)
+        yield order[:size]
+        order = order[size:]
 
 
 class Encoded:
@@ -227,14 +235,11 @@ def train_lora(
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=0.01)
     steps = settings.steps or max(1, math.ceil(settings.epochs * len(data) / settings.batch_size))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1)
-    rng = random.Random(settings.seed)
-    order: list[int] = []
+    batches = shuffled(len(data), settings.batch_size, steps, settings.seed)
     peft_model.train()
     with head_training.hidden_states(peft_model) as hidden:
-        for _ in tqdm(range(steps), desc=progress, mininterval=5, disable=not accelerator.is_main_process):
-            if len(order) < settings.batch_size:
-                order += rng.sample(range(len(data)), len(data))
-            chosen, order = order[: settings.batch_size], order[settings.batch_size :]
+        quiet = not accelerator.is_main_process
+        for chosen in tqdm(batches, desc=progress, total=steps, mininterval=5, disable=quiet):
             # A batch smaller than the number of processes leaves none without a share.
             chosen = chosen[accelerator.process_index :: accelerator.num_processes] or chosen[:1]
             inputs, labels = data.batch(chosen, device)

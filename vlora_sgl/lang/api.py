@@ -292,32 +292,10 @@ def gen(
         return select(name, choices, adapter=adapter)
     if regex is not None:
         re.compile(regex)
+    sampling = _named_as_sampling(locals()) | {"max_new_tokens": max_tokens, "min_new_tokens": min_tokens}
+    sampling["json_schema"] = _schema_text(json_schema)
     convert: Callable[[str], object] | None = json.loads if json_schema is not None else _CONVERTERS.get(dtype)
-    return SglTypedGen(
-        name,
-        adapter=adapter,
-        convert=convert,
-        max_new_tokens=max_tokens,
-        min_new_tokens=min_tokens,
-        n=n,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        stop_regex=stop_regex,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        ignore_eos=ignore_eos,
-        return_logprob=return_logprob,
-        logprob_start_len=logprob_start_len,
-        top_logprobs_num=top_logprobs_num,
-        return_text_in_logprobs=return_text_in_logprobs,
-        dtype=dtype,
-        regex=regex,
-        json_schema=_schema_text(json_schema),
-    )
+    return SglTypedGen(name, adapter=adapter, convert=convert, **sampling)
 
 
 def select(
@@ -453,10 +431,14 @@ def _schema_text(schema: str | Mapping[str, object] | type | None) -> str | None
     raise ProgramError(f"json_schema takes JSON text, a dict or a pydantic model, got {schema!r}")
 
 
+def _named_as_sampling(arguments: JsonDict) -> JsonDict:
+    """Those of a caller's ``locals()`` that SGLang's sampling parameters have by the same name."""
+    return {name: arguments[name] for name in up.SglSamplingParams.__dataclass_fields__ if name in arguments}
+
+
 def _sampling(arguments: JsonDict) -> up.SglSamplingParams:
     """SGLang's sampling parameters out of a caller's ``locals()``."""
-    names = up.SglSamplingParams.__dataclass_fields__.keys() & arguments.keys()
-    values = {name: arguments[name] for name in names}
+    values = _named_as_sampling(arguments)
     for name in ("stop", "stop_token_ids", "stop_regex"):
         # SGLang extends these lists in place, on a copy per request.
         values[name] = [values[name]] if isinstance(values[name], str) else list(values[name])

@@ -8,6 +8,7 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import requests
@@ -87,7 +88,7 @@ class Endpoint(up.RuntimeEndpoint):
             raise RequestError(f"streaming yields one text, got n={sampling_params.n}")
         data = self._generation(s, sampling_params) | {"stream": True}
         position = 0
-        with _InFlight(s, data):
+        with _in_flight(s, data):
             for answer in self.stream(self._complete(s, data)):
                 text = answer["text"][position:]
                 position += len(text)
@@ -172,7 +173,7 @@ class Endpoint(up.RuntimeEndpoint):
         return data
 
     def _request(self, s: Executor, data: Request) -> Response | list[Response]:
-        with _InFlight(s, data):
+        with _in_flight(s, data):
             answer = self.send(self._complete(s, data))
         for one in answer if isinstance(answer, list) else [answer]:
             _check_finished(s, one)
@@ -437,23 +438,18 @@ def _choice_tokens(prompt: str, tokens: list[TokenLogprob]) -> list[TokenLogprob
     return tokens[1:] if len(tokens) > 1 and prompt.endswith(tokens[0][2]) else tokens
 
 
-class _InFlight:
+@contextmanager
+def _in_flight(s: Executor, data: Request) -> Iterator[None]:
     """Gives a request its identity and registers it, so that the run can be cancelled while it is out."""
-
-    def __init__(self, s: Executor, data: Request) -> None:
-        self.s = s
-        s.requests += 1
-        data["rid"] = f"{s.sid}-{s.requests}"
-        self.rid = data["rid"]
-
-    def __enter__(self) -> None:
-        self.s.in_flight = self.rid
-        if self.s.is_cancelled():
+    s.requests += 1
+    s.in_flight = data["rid"] = f"{s.sid}-{s.requests}"
+    try:
+        if s.is_cancelled():
             raise ProgramCancelled("the run was cancelled")
-
-    def __exit__(self, *_: object) -> None:
-        self.s.in_flight = None
-        if self.s.is_cancelled():
+        yield
+    finally:
+        s.in_flight = None
+        if s.is_cancelled():
             raise ProgramCancelled("the run was cancelled")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+from scipy.optimize import nnls
 
 from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import ConfigError
@@ -123,25 +124,13 @@ def _both_phases(row: JsonDict) -> list[float]:
 
 def least_absolute(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Coefficients >= 0 of the least sum of absolute errors, by reweighted least squares: stalls hardly move it."""
+    scale = np.linalg.norm(matrix, axis=0)  # the columns differ by many orders of magnitude
+    scaled = matrix / np.where(scale, scale, 1)
     weight = np.ones(len(target))
     for _ in range(30):
-        found = nonnegative(matrix * weight[:, None], target * weight)
-        weight = 1 / np.sqrt(np.maximum(abs(matrix @ found - target), 1e-4))
-    return found
-
-
-def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Least squares with every coefficient >= 0: the most negative one is set to zero until none is left."""
-    active = np.asarray(matrix.any(axis=0))
-    found = np.zeros(matrix.shape[1])
-    while active.any():
-        scale = np.linalg.norm(matrix[:, active], axis=0)
-        solution = np.linalg.lstsq(matrix[:, active] / scale, target, rcond=1e-10)[0] / scale
-        if (solution >= 0).all():
-            found[active] = solution
-            break
-        active[np.flatnonzero(active)[(solution * scale).argmin()]] = False
-    return found
+        found = nnls(scaled * weight[:, None], target * weight)[0]
+        weight = 1 / np.sqrt(np.maximum(abs(scaled @ found - target), 1e-4))
+    return found / np.where(scale, scale, 1)
 
 
 def describe(fitted: Fit) -> str:

@@ -259,28 +259,22 @@ def analytic(shape: ModelShape, device: str, bandwidth: float, flops: float, lau
     size = shape.bytes_per_value
     weights = (shape.linear_parameters + shape.hidden * shape.vocabulary) * size
     adapter = shape.adapter_parameters * size
-    kernels = 2 * 4 * shape.layers
-    token = 2 * shape.linear_parameters / flops
-    pair = 2 * shape.adapter_parameters / flops
+    shared = {
+        "per_token": 2 * shape.linear_parameters / flops,
+        "lora_fixed": 2 * 4 * shape.layers * launch,
+        "lora_per_slot": adapter / bandwidth,
+        "lora_per_pair": 2 * shape.adapter_parameters / flops,
+    }
+    attended = 4 * shape.layers * shape.hidden / flops
     return CostTable(
         device=device,
         model=shape.name,
         operator="atmm",
-        prefill=PhaseCosts(
-            fixed=weights / bandwidth,
-            per_token=token,
-            per_context=4 * shape.layers * shape.hidden / flops,
-            lora_fixed=kernels * launch,
-            lora_per_slot=adapter / bandwidth,
-            lora_per_pair=pair,
-        ),
+        prefill=PhaseCosts(fixed=weights / bandwidth, per_context=attended, **shared),
         decode=PhaseCosts(
             fixed=weights / bandwidth + 8 * shape.layers * launch,
-            per_token=token,
             per_context=shape.kv_bytes / bandwidth,
-            lora_fixed=kernels * launch,
-            lora_per_slot=adapter / bandwidth,
-            lora_per_pair=pair,
+            **shared,
         ),
         merge=2 * shape.linear_parameters * size / bandwidth,
         unmerge=2 * shape.linear_parameters * size / bandwidth,
