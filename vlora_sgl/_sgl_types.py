@@ -140,7 +140,6 @@ class Req(Protocol):
     output_ids: array[int]
     sampling_params: SamplingParams
     multimodal_inputs: MultimodalInputs | None
-    customized_info: dict[str, list[object]] | None
     to_finish: object
     last_node: TreeNode
     prefix_indices: torch.Tensor

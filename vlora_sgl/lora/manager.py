@@ -76,6 +76,11 @@ class VLoraManager(_sgl.LoRAManager):
         """The adapter merged into the weights now, ``None`` while they are the base model's."""
         return None if self.switcher is None else self.switcher.merged
 
+    @property
+    def can_merge(self) -> bool:
+        """Whether any adapter may be merged."""
+        return self.switcher is not None
+
     # The pool
 
     def init_memory_pool(self) -> None:

@@ -60,7 +60,7 @@ class Planning:
             make_policy_of(args, costs),
             max_batch=max_batch,
             max_adapters=max(1, lora_manager.max_loras_per_batch - 1),
-            can_merge=lora_manager.switcher is not None,
+            can_merge=lora_manager.can_merge,
             fits=lora_manager.validate_lora_batch if lora_manager.slot_ranks else None,
         )
         log = args.iteration_log if logs else None
