@@ -11,14 +11,16 @@ from array import array
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from vlora_sgl.core import AdapterId, JsonDict
+from vlora_sgl.core import AdapterId, InferenceMode, JsonDict
+from vlora_sgl.request import RequestState
 
 if TYPE_CHECKING:
     import torch
 
 OURS: dict[str, frozenset[str]] = {
-    "GenerationBatchResult": frozenset({"head_results"}),
+    "GenerationBatchResult": frozenset({"head_results", "vlora_mode"}),
     "LoRAAdapter": frozenset({"packed", "report"}),
+    "Req": frozenset({"vlora"}),
 }
 """What we put on SGLang's objects; SGLang must have nothing of these names."""
 
@@ -138,13 +140,13 @@ class Req(Protocol):
     output_ids: array[int]
     sampling_params: SamplingParams
     multimodal_inputs: MultimodalInputs | None
-    customized_info: dict[str, list[object]] | None
     to_finish: object
     last_node: TreeNode
     prefix_indices: torch.Tensor
     req_pool_idx: int
     cache_protected_len: int
     extend_range: Range
+    vlora: RequestState
 
     def finished(self) -> bool: ...
     def set_finish_with_abort(self, error_msg: str) -> None: ...
@@ -185,6 +187,7 @@ class GenerationBatchResult(Protocol):
 
     logits_output: LogitsProcessorOutput | None
     head_results: object
+    vlora_mode: InferenceMode
 
 
 # The model's side of a step

@@ -1,15 +1,17 @@
-"""The nouns that every part of vlora_sgl shares: adapters, modes, plans and segments.
+"""The nouns that every part of vlora_sgl shares: adapters, modes, plans, segments, and what a request may ask.
 
-Nothing here imports SGLang, torch or another module of ours, so that a policy, a kernel test and the simulator
-can use these without starting anything.
+Nothing here imports SGLang or torch, so that a policy, a kernel test, a client and the simulator can use these without
+starting anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from vlora_sgl.errors import RequestError
 
 JsonDict = dict[str, Any]
 """A JSON object: what a request's body, an answer or a settings file says."""
@@ -40,6 +42,84 @@ class ServiceClass(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestParams:
+    """What a request may ask of us besides its adapter. It travels in SGLang's ``sampling_params.custom_params``.
+
+    Attributes:
+        head: the vision head that is to answer (``vlora_head``).
+        service: its latency class (``vlora_class``).
+        deadline: seconds in which it should be answered (``vlora_deadline_ms``, there in milliseconds).
+        trace: whether the answer is to say in which mode each token was computed (``vlora_trace``).
+    """
+
+    head: str | None = None
+    service: ServiceClass = ServiceClass.INTERACTIVE
+    deadline: float | None = None
+    trace: bool = False
+
+    @classmethod
+    def from_custom_params(cls, given: Mapping[str, Any] | None) -> RequestParams:
+        """Read our keys; others are somebody else's.
+
+        Raises:
+            RequestError: a value that its key cannot have; names the key, what it takes and what came.
+        """
+        if not given:
+            return _NOTHING_ASKED
+        if not isinstance(given, Mapping):
+            raise RequestError(f"custom_params must be an object; got {given!r}")
+        head, trace = given.get("vlora_head"), given.get("vlora_trace")
+        service, milliseconds = given.get("vlora_class"), given.get("vlora_deadline_ms")
+        if head is not None and not isinstance(head, str):
+            raise RequestError(f"vlora_head must be the name of a head; got {head!r}")
+        if service is not None and service not in tuple(ServiceClass):
+            raise RequestError(f"vlora_class must be one of {', '.join(ServiceClass)}; got {service!r}")
+        if milliseconds is not None and not _is_positive(milliseconds):
+            raise RequestError(f"vlora_deadline_ms must be a positive number of milliseconds; got {milliseconds!r}")
+        if trace is not None and not isinstance(trace, bool):
+            raise RequestError(f"vlora_trace must be true or false; got {trace!r}")
+        return cls(
+            head,
+            ServiceClass.INTERACTIVE if service is None else ServiceClass(service),
+            None if milliseconds is None else milliseconds / 1000,
+            bool(trace),
+        )
+
+    def to_custom_params(self) -> dict[str, Any]:
+        """What ``from_custom_params`` reads; a key for each thing asked."""
+        asked = {
+            "vlora_head": self.head,
+            "vlora_class": None if self.service is ServiceClass.INTERACTIVE else str(self.service),
+            "vlora_deadline_ms": None if self.deadline is None else self.deadline * 1000,
+            "vlora_trace": self.trace or None,
+        }
+        return {key: value for key, value in asked.items() if value is not None}
+
+    @classmethod
+    def of(cls, sampling: Any) -> RequestParams:
+        """Read them from sampling parameters: a request's JSON, SGLang's object, or ``None``.
+
+        Raises:
+            RequestError: see ``from_custom_params``.
+        """
+        json = isinstance(sampling, Mapping)
+        return cls.from_custom_params(
+            sampling.get("custom_params") if json else getattr(sampling, "custom_params", None)
+        )
+
+    def added_to(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """Sampling parameters (or a chat request, which has theirs at its top) that ask for this too."""
+        return {**sampling, "custom_params": {**(sampling.get("custom_params") or {}), **self.to_custom_params()}}
+
+
+_NOTHING_ASKED = RequestParams()
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < float("inf")
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterRef:
     """A loaded adapter as the control plane knows it.
 
@@ -65,6 +145,8 @@ class BatchPlan:
         mode: how their adapters are applied.
         merged_adapter: the adapter merged into the base weights, or ``None`` if the weights are to be the base
             model's.
+        invocation_starts: first prompt position that runs with the adapter, per row of a prefill; empty in decoding,
+            which is behind all of them.
 
     Raises:
         ValueError: the merged adapter contradicts the mode.
@@ -73,6 +155,7 @@ class BatchPlan:
     requests: tuple[str, ...]
     mode: InferenceMode
     merged_adapter: AdapterId = None
+    invocation_starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.mode is InferenceMode.UNMERGED) != (self.merged_adapter is None):

@@ -14,8 +14,9 @@ if not has_accelerator():
     processes.start_fork_server()
 
 from vlora_sgl import _sgl, plugin
+from vlora_sgl.core import JsonDict
 from vlora_sgl.defaults import engine_defaults, refuse_unsupported, settle
-from vlora_sgl.heads.asking import AsksHeads
+from vlora_sgl.heads.asking import ask
 from vlora_sgl.server_args import VLoraArgs
 from vlora_sgl.startup import imports
 
@@ -23,7 +24,7 @@ quiet.silence()
 plugin.install()
 
 
-class Engine(AsksHeads, _sgl.Engine):
+class Engine(_sgl.Engine):
     """SGLang's ``Engine`` with our scheduler, LoRA manager and defaults.
 
     A program that builds one must guard its main module with ``if __name__ == "__main__":``, because the engine's
@@ -60,3 +61,27 @@ class Engine(AsksHeads, _sgl.Engine):
         """
         request = _sgl.SetInternalStateReq(server_args=dict(settings))
         return all(self.loop.run_until_complete(self.tokenizer_manager.set_internal_state(request)))
+
+    def classify(
+        self, images: object, *, adapter: str, head: str | None = None, prompt: str | None = None
+    ) -> JsonDict:
+        """One of the head's labels: ``label``, ``probability``, ``labels``, ``probabilities``.
+
+        Args:
+            images: one image or several, for one question: whatever SGLang takes (PIL images, paths, URLs).
+            adapter: whose head.
+            head: left out: the adapter's only one for this task.
+            prompt: the question; left out: the one the adapter was trained with.
+        Raises:
+            HeadError: no such head; the message lists what exists.
+            UnknownAdapterError: no such adapter.
+        """
+        return ask(self, "classify", images, adapter, head, prompt)
+
+    def count(self, images: object, *, adapter: str, head: str | None = None, prompt: str | None = None) -> JsonDict:
+        """How many: ``count``, ``probability``, ``or_more``, ``expectation``. Arguments and errors as ``classify``."""
+        return ask(self, "count", images, adapter, head, prompt)
+
+    def detect(self, images: object, *, adapter: str, head: str | None = None, prompt: str | None = None) -> JsonDict:
+        """Where: ``boxes``, each with ``label``, ``score``, ``box``, ``pixels``. Otherwise as ``classify``."""
+        return ask(self, "detect", images, adapter, head, prompt)

@@ -67,10 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         server_args = prepare(argv)
-        from vlora_sgl.entrypoints import adapters, stats, vision
+        from vlora_sgl.entrypoints import adapters, vision
 
         vision.mount(_sgl.http_server.app)
-        _sgl.http_server.app.include_router(stats.router)
         adapters.mount(_sgl.http_server.app)
         _sgl.http_server.launch_server(
             server_args,

@@ -256,7 +256,7 @@ def mismatches(
     wrong = 0
     for answer, expected in zip(answers, wanted * 3, strict=True):
         try:
-            assert_close(answer.meta_info["vlora_head"], expected)
+            assert_close(answer.meta_info["vlora"]["head"], expected)
         except AssertionError:
             wrong += 1
     return wrong, len(answers)

@@ -22,13 +22,21 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from benchmarks.summary import record
 from vlora_sgl import _sgl
-from vlora_sgl.mem_cache.radix_cache import AdapterContent, ImageSpan, VLoraRadixCache
+from vlora_sgl.core import RequestParams
+from vlora_sgl.mem_cache.identity import AdapterContent, CacheIdentity, ImageSpan
+from vlora_sgl.mem_cache.radix_cache import VLoraRadixCache
+from vlora_sgl.request import RequestState
+
+Identify = Callable[[array], CacheIdentity]
+LookUp = Callable[[array], Any]
+"""What a tree's ``match_prefix`` is given for a prompt."""
 
 IMAGE = ImageSpan(16, 1040, "an image")
 KINDS: dict[str, tuple[AdapterContent | None, tuple[ImageSpan, ...]]] = {
@@ -67,21 +75,26 @@ def match_seconds(repeats: int, prefixes: int, length: int) -> dict[str, dict[st
     for kind, (adapter, images) in KINDS.items():
         ours, theirs = make_cache(VLoraRadixCache), make_cache(_sgl.RadixCache)
         extra_key = None if adapter is None else "0f3a" * 8
-        sides: dict[str, tuple[Any, Callable[[array], Any]]] = {
-            "ours": (ours, partial(ours.identify, salt=None, adapter=adapter, images=images)),
-            "sglang": (theirs, lambda prompt, extra_key=extra_key: extra_key),
-        }
-        for cache, identify in sides.values():
-            for prompt in prompts:
-                key = _sgl.RadixKey(prompt, identify(prompt))
-                cache.insert(_sgl.InsertParams(key=key, value=torch.arange(length)))
+        identify = partial(ours.identify, salt=None, adapter=adapter, images=images)
+        for prompt in prompts:
+            with ours.keys_of(identify(prompt)):
+                ours.insert(_sgl.InsertParams(key=_sgl.RadixKey(prompt), value=torch.arange(length)))
+            theirs.insert(_sgl.InsertParams(key=_sgl.RadixKey(prompt, extra_key), value=torch.arange(length)))
+
+        def our_look_up(prompt: array, identify: Identify = identify) -> Any:
+            identity = identify(prompt)
+            req = SimpleNamespace(vlora=RequestState(RequestParams(), identity=identity))
+            return _sgl.MatchPrefixParams(key=_sgl.RadixKey(prompt, identity.key), req=req)
+
+        def their_look_up(prompt: array, extra_key: str | None = extra_key) -> Any:
+            return _sgl.MatchPrefixParams(key=_sgl.RadixKey(prompt, extra_key))
+
+        sides: dict[str, tuple[Any, LookUp]] = {"ours": (ours, our_look_up), "sglang": (theirs, their_look_up)}
         found[kind] = _time(prompts, sides, repeats)
     return found
 
 
-def _time(
-    prompts: list[array], sides: dict[str, tuple[Any, Callable[[array], Any]]], repeats: int
-) -> dict[str, list[float]]:
+def _time(prompts: list[array], sides: dict[str, tuple[Any, LookUp]], repeats: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     gc.collect()
     gc.disable()
@@ -89,9 +102,8 @@ def _time(
         for repeat in range(repeats):
             order = list(sides.items()) if repeat % 2 else list(reversed(sides.items()))
             for prompt in prompts:
-                for name, (cache, identify) in order:
-                    again = array("q", prompt)
-                    params = _sgl.MatchPrefixParams(key=_sgl.RadixKey(again, identify(again)))
+                for name, (cache, look_up) in order:
+                    params = look_up(array("q", prompt))
                     start = time.perf_counter()
                     result = cache.match_prefix(params)
                     seconds[name].append(time.perf_counter() - start)

@@ -193,8 +193,8 @@ def counts(answers: list[Any]) -> dict[str, float]:
         "seconds": round(statistics.mean(answer.seconds for answer in answers), 5),
         "tokens_computed": sum(a.meta_info["prompt_tokens"] - a.meta_info["cached_tokens"] for a in answers),
     }
-    if "vlora_reuse" in answers[0].meta_info:
-        reuse = [answer.meta_info["vlora_reuse"] for answer in answers]
+    if "reuse" in answers[0].meta_info.get("vlora", {}):
+        reuse = [answer.meta_info["vlora"]["reuse"] for answer in answers]
         found["image_tokens"] = reuse[0]["prompt_image_tokens"]
         found["image_tokens_computed"] = sum(r["prompt_image_tokens"] - r["cached_image_tokens"] for r in reuse)
     return found

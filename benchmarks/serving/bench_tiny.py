@@ -58,7 +58,7 @@ def ask(url: str, images: list[Image.Image], question: str, adapter: str | None,
         body["sampling_params"]["custom_params"] = {"vlora_head": head}
     reply = requests.post(f"{url}/generate", json=body, timeout=120)
     reply.raise_for_status()
-    return str(reply.json()["text"]) if head is None else reply.json()["meta_info"]["vlora_head"]
+    return str(reply.json()["text"]) if head is None else reply.json()["meta_info"]["vlora"]["head"]
 
 
 def ask_all(

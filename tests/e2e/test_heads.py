@@ -18,7 +18,8 @@ from tests.support.head_reference import ROUNDING, Reference, assert_close, data
 from tests.support.tiny_random import make_adapter
 from vlora_sgl.errors import HeadError, UnknownAdapterError
 from vlora_sgl.heads import ClassifyHead, CountHead, DetectHead, save_heads
-from vlora_sgl.heads.asking import AsksHeads
+from vlora_sgl.heads.asking import Task
+from vlora_sgl.heads.asking import ask as ask_engine
 
 pytestmark = pytest.mark.e2e
 HIDDEN = 128
@@ -56,7 +57,7 @@ def ask(server: Server, adapter: str | None, head: str, image: Any = None, promp
         request["lora_path"] = adapter
     if image is not None:
         request["image_data"] = [data_url(image)]
-    return server.generate(**request)["meta_info"]["vlora_head"]
+    return server.generate(**request)["meta_info"]["vlora"]["head"]
 
 
 @pytest.mark.parametrize("head", ["kind", "dots", "find"])
@@ -98,7 +99,7 @@ def test_several_images_equal_transformers_and_peft(server: Server, headed: dict
     images = [make_image(1), make_image(2, (224, 140)), make_image(3)]
     prompt = question("How many objects are there?", images=3)
     found = server.generate(text=prompt, image_data=[data_url(i) for i in images], lora_path="H1", head=head)
-    answer = found["meta_info"]["vlora_head"]
+    answer = found["meta_info"]["vlora"]["head"]
     assert_close(answer, Reference(server.model.path).answer(headed["H1"], head, prompt, *images))
     if head == "find":
         assert answer["image_sizes"] == [[112, 84], [224, 140], [112, 84]]
@@ -108,7 +109,7 @@ def test_the_order_of_frames_counts(server: Server, headed: dict[str, Path]) -> 
     frames = [data_url(make_image(seed)) for seed in range(3)]
     prompt = question("How many objects are there?", images=3)
     one, other = (
-        server.generate(text=prompt, image_data=order, lora_path="H1", head="kind")["meta_info"]["vlora_head"]
+        server.generate(text=prompt, image_data=order, lora_path="H1", head="kind")["meta_info"]["vlora"]["head"]
         for order in (frames, frames[::-1])
     )
     assert one["probabilities"] != other["probabilities"]
@@ -166,9 +167,9 @@ def test_head_requests_mixed_with_streams_leak_nothing(server: Server, headed: d
 
 
 def stats(server: Server) -> Any:
-    reply = requests.get(f"{server.url}/vlora/stats", timeout=30)
+    reply = requests.get(f"{server.url}/server_info", timeout=30)
     assert reply.status_code == 200, reply.text
-    return reply.json()["schedulers"][0]
+    return reply.json()["internal_states"][0]["vlora"]
 
 
 def stream(server: Server, adapter: str | None, image: Any, hang_up: bool) -> None:
@@ -182,8 +183,8 @@ def stream(server: Server, adapter: str | None, image: Any, hang_up: bool) -> No
             assert list(lines)[-1] == b"data: [DONE]"
 
 
-class Remote(AsksHeads):
-    """The engine's ``classify``, ``count`` and ``detect``, whose ``generate`` asks the server."""
+class Remote:
+    """What asks heads in the engine's ``classify``, ``count`` and ``detect``, whose ``generate`` asks the server."""
 
     def __init__(self, server: Server, adapters: dict[str, Path]) -> None:
         from transformers import AutoProcessor
@@ -201,17 +202,18 @@ def test_the_engines_methods(server: Server, headed: dict[str, Path]) -> None:
     template = engine.tokenizer_manager.processor.apply_chat_template
     turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Is there a cat?"}]}]
     prompt = template(turn, tokenize=False, add_generation_prompt=True)
-    for method, head in ((engine.classify, "kind"), (engine.count, "dots"), (engine.detect, "find")):
-        found = method(image, adapter="H1", prompt="Is there a cat?")
-        again = method([image], adapter="H1", head=head, prompt="Is there a cat?")
+    tasks: tuple[tuple[Task, str], ...] = (("classify", "kind"), ("count", "dots"), ("detect", "find"))
+    for task, head in tasks:
+        found = ask_engine(engine, task, image, "H1", None, "Is there a cat?")
+        again = ask_engine(engine, task, [image], "H1", head, "Is there a cat?")
         for other in (ask(server, "H1", head, image, prompt), again):
             assert_close(other, found, tolerance=1e-4 * ROUNDING**2)
     with pytest.raises(HeadError, match=r"kind \(classify\), dots \(count\), find \(detect\)"):
-        engine.classify(image, adapter="H1", head="dots")
+        ask_engine(engine, "classify", image, "H1", "dots", None)
     with pytest.raises(HeadError, match="needs an image"):
-        engine.detect([], adapter="H1")
+        ask_engine(engine, "detect", [], "H1", None, None)
     with pytest.raises(UnknownAdapterError, match="H1, H2"):
-        engine.count(image, adapter="H3")
+        ask_engine(engine, "count", image, "H3", None, None)
 
 
 def test_vision_routes_answer_like_generate(server: Server, headed: dict[str, Path]) -> None:
@@ -252,7 +254,7 @@ def test_head_in_generate_and_chat_completions(server: Server, headed: dict[str,
     image = make_image(3)
     wanted = ask(server, "H1", "kind", image)
     found = server.generate(text=PROMPT, image_data=[data_url(image)], lora_path="H1", head="kind")
-    assert_close(found["meta_info"]["vlora_head"], wanted, tolerance=1e-4)
+    assert_close(found["meta_info"]["vlora"]["head"], wanted, tolerance=1e-4)
     assert found["text"] == wanted["label"] and found["meta_info"]["completion_tokens"] == 1
     parts = [{"type": "image_url", "image_url": {"url": data_url(image)}}]
     parts.append({"type": "text", "text": "How many objects are there?"})

@@ -153,7 +153,7 @@ def test_saved_heads_of_three_and_five_labels_in_one_batch(server: Server, tmp_p
             text=[SHORT] * 3, lora_path=["S3", "S5", "A"], sampling_params=[head, head, {**GREEDY}]
         )
         for reply, name in zip(replies, ("S3", "S5"), strict=False):
-            said = reply["meta_info"]["vlora_head"]
+            said = reply["meta_info"]["vlora"]["head"]
             np.testing.assert_allclose(said["probabilities"], expected[name], rtol=2e-3, atol=2e-4)
             assert said["label"] == f"LABEL_{np.argmax(expected[name])}"
         assert replies[2]["output_ids"] == answer(server, SHORT, "A")

@@ -36,7 +36,7 @@ def ask(
 
 
 def reuse(answer: Any) -> Any:
-    return answer["meta_info"]["vlora_reuse"]
+    return answer["meta_info"]["vlora"]["reuse"]
 
 
 def test_adapters_do_not_share_and_answers_equal_cold_runs(server: Server) -> None:
@@ -137,7 +137,7 @@ def test_random_interleavings_equal_cold_runs(server: Server, tmp_path: Path) ->
 
 
 def stats(server: Server) -> Any:
-    return requests.get(f"{server.url}/vlora/stats", timeout=30).json()["schedulers"][0]
+    return requests.get(f"{server.url}/server_info", timeout=30).json()["internal_states"][0]["vlora"]
 
 
 def test_prometheus_shows_what_was_reused(server: Server) -> None:

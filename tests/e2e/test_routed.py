@@ -103,7 +103,8 @@ def test_who_shares_a_routed_adapters_prefix_runs_behind_it(server: Server, rout
     answers, batches, _ = together(server, {text: {"text": text, **shown} for text in texts}, send=Server.generate)
     found = [answers[text] for text in texts]
     assert batches == 16 + 1, "two prefills, and a decode step for each further token"
-    assert sorted(answer["meta_info"]["vlora_reuse"]["cached_image_tokens"] > 0 for answer in found) == [False, True]
+    reuse = [answer["meta_info"]["vlora"]["reuse"] for answer in found]
+    assert sorted(one["cached_image_tokens"] > 0 for one in reuse) == [False, True]
     for text, answer in zip(texts, found, strict=True):  # afterwards, so that no slot held the right votes before
         server.flush()
         assert server.generate(text=text, **shown)["output_ids"] == answer["output_ids"]
@@ -118,6 +119,8 @@ def test_a_hot_member_may_be_merged_meanwhile(server: Server, routed: dict[str, 
         text=[TEXT] * 7, lora_path=company, image_data=[encoded(PICTURE)] * 7, sampling_params=parameters
     )
     assert rows[-1]["output_ids"] == alone
+    assert rows[-1]["meta_info"]["vlora"]["adapter"] == "by-prefix"
+    assert len(rows[-1]["meta_info"]["vlora"]["modes"]) == 16
 
 
 def test_a_routed_adapter_is_loaded_after_its_members_and_keeps_them(server: Server, routed: dict[str, Path]) -> None:

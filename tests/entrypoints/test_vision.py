@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.head_reference import data_url, make_image
+from vlora_sgl.core import RequestParams
 from vlora_sgl.entrypoints.vision import check_image_urls, in_pixels_sent, move_head
 from vlora_sgl.errors import HeadError, RequestError
 from vlora_sgl.heads import ClassifyHead, DetectHead, save_heads
@@ -57,23 +58,27 @@ def request(head: str, lora_path: Any = "A", image: Any = None) -> SimpleNamespa
     )
 
 
+def check(asked: Any, adapters: Any) -> None:
+    check_head_requests(asked, [RequestParams.of(asked.sampling_params)], adapters)
+
+
 def test_heads_are_checked_before_the_engine(tmp_path: Any) -> None:
     save_heads(tmp_path, [ClassifyHead("kind", 8, ["a", "b"]), DetectHead("find", 8, ["a"])])
     adapters = {"A": SimpleNamespace(lora_path=str(tmp_path))}
     good = request("kind")
-    check_head_requests(good, adapters)
+    check(good, adapters)
     assert good.sampling_params["max_new_tokens"] == 1  # with 0 the answer would be lost on the way out
-    check_head_requests(SimpleNamespace(sampling_params={"temperature": 0}), {})
+    check(SimpleNamespace(sampling_params={"temperature": 0}), {})
     for bad, message in (
         (request("kinds"), r"kind \(classify\), find \(detect\)"),
         (request("kind", None), "base model"),
         (request("find"), "none"),
     ):
         with pytest.raises(HeadError, match=message):
-            check_head_requests(bad, adapters)
-    check_head_requests(request("kind", "unknown"), adapters)  # the adapter is reported, not its head
+            check(bad, adapters)
+    check(request("kind", "unknown"), adapters)  # the adapter is reported, not its head
     save_heads(tmp_path, [ClassifyHead("other", 8, ["a", "b"])])
-    check_head_requests(request("other"), adapters)  # files that changed are read again
+    check(request("other"), adapters)  # files that changed are read again
 
 
 def test_an_images_claim_about_itself_is_forgotten() -> None:

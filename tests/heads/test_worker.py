@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from tests.support.head_reference import assert_close
+from vlora_sgl.core import RequestParams
 from vlora_sgl.heads import ClassifyHead, CountHead, DetectHead, Grid
+from vlora_sgl.heads.scheduling import HeadScheduling
 from vlora_sgl.heads.worker import HeadRequest, merge_images, run_heads
+from vlora_sgl.request import RequestState
 
 HIDDEN = 16
 
@@ -61,33 +64,14 @@ class Batch:
         self.reqs = [self.reqs[i] for i in keep_indices]
 
 
-class Stock:
-    """The end of the scheduler's chain."""
-
-    chunked_req = None
-    last_batch = None
-
-    def __init__(self) -> None:
-        self.seen: Any = None
-
-    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
-        self.seen = list(last_batch.reqs)
-
-    def _in_flight(self) -> list[Any]:
-        return []
-
-
 def test_a_row_with_an_answer_under_way_never_joins_the_decoding_ones() -> None:
-    from vlora_sgl.heads.scheduling import HeadRequests
-
-    scheduler = type("Scheduler", (HeadRequests, Stock), {})()
+    heads = HeadScheduling(None)
     request = HeadRequest(ClassifyHead("kind", HIDDEN, ["a", "b"]))
     asks, chunked, generates, finished = (
-        SimpleNamespace(vlora_head=head, finished=lambda done=done: done)
+        SimpleNamespace(vlora=RequestState(RequestParams(), head=head), finished=lambda done=done: done)
         for head, done in ((request, False), (request, False), (None, False), (request, True))
     )
-    scheduler.chunked_req = chunked
-    running = Batch([])
-    scheduler.get_next_batch_to_run(running, Batch([asks, chunked, generates, finished]))
-    assert scheduler.seen == [chunked, generates, finished]  # SGLang itself keeps the chunked one out
-    assert scheduler._in_flight() == [asks] and running.batch_is_full is False
+    running, last = Batch([]), Batch([asks, chunked, generates, finished])
+    heads.before_decoding(running, last, chunked)
+    assert last.reqs == [chunked, generates, finished]  # SGLang itself keeps the chunked one out
+    assert heads.under_way == [asks] and running.batch_is_full is False

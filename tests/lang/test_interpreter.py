@@ -248,7 +248,7 @@ def test_heads() -> None:
     }
 
     def rule(request: dict[str, Any]) -> Any:
-        return {"vlora_head": answers.get(request["sampling_params"]["custom_params"]["vlora_head"])}
+        return {"vlora": {"head": answers.get(request["sampling_params"]["custom_params"]["vlora_head"])}}
 
     @vlora.function
     def program(s: vlora.ProgramState, head: str) -> None:

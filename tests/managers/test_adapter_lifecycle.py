@@ -13,30 +13,16 @@ from vlora_sgl import _sgl
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse
 
 
-class Stock:
-    """What SGLang's tokenizer manager brings along."""
-
-    def init_lora(self) -> None:
-        self.lora_update_lock = asyncio.Lock()
-        self.lora_ref_cache: dict[str, Any] = {}
-
-    async def _resolve_lora_path(self, obj: Any) -> None:
-        obj.lora_id = await self.lora_registry.acquire(obj.lora_path)  # type: ignore[attr-defined]
-
-
-class Front(AdapterLifecycle, Stock):
-    served_model_name = "base"
+class Front:
+    """The part, and as much of the tokenizer manager and the engine as it deals with."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self.server_args = SimpleNamespace(enable_lora=True, dp_size=1, lora_paths=None, max_loaded_loras=limit)
+        args = SimpleNamespace(enable_lora=True, dp_size=1, lora_paths=None, max_loaded_loras=limit)
         self.held: dict[str, str] = {}
         self.refuse = False
-        self.init_lora()
+        self.adapters = AdapterLifecycle(args, lambda: "base", {}, asyncio.Lock(), self.ask_ranks)
 
-    def auto_create_handle_loop(self) -> None:
-        pass
-
-    async def update_lora_adapter_communicator(self, message: Any) -> list[Any]:
+    async def ask_ranks(self, message: Any) -> list[Any]:
         if self.refuse and isinstance(message, _sgl.LoadLoRAAdapterReqInput):
             return [_sgl.LoadLoRAAdapterReqOutput(success=False, error_message="refused")]
         if isinstance(message, _sgl.LoadLoRAAdapterReqInput):
@@ -46,20 +32,21 @@ class Front(AdapterLifecycle, Stock):
         return [_sgl.LoadLoRAAdapterReqOutput(success=True, error_message="report")]
 
     async def load(self, name: str, pinned: bool = False) -> Any:
-        return await self.load_lora_adapter(
+        return await self.adapters.load(
             _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=f"/{name}", pinned=pinned)
         )
 
     async def unload(self, name: str) -> Any:
-        return await self.unload_lora_adapter(_sgl.UnloadLoRAAdapterReqInput(lora_name=name))
+        return await self.adapters.unload(_sgl.UnloadLoRAAdapterReqInput(lora_name=name))
 
     async def begin(self, *names: str | None) -> Any:
         request = SimpleNamespace(lora_path=list(names), lora_id=None)
-        await self._resolve_lora_path(request)
+        await self.adapters.bring_in(request.lora_path)
+        request.lora_id = await self.adapters.registry.acquire(request.lora_path)
         return request
 
     async def end(self, request: Any) -> None:
-        await self.lora_registry.let_go(request.lora_id)
+        await self.adapters.registry.let_go(request.lora_id)
 
 
 def run(scenario: Any) -> None:
@@ -90,7 +77,7 @@ def test_a_replacement_is_for_requests_to_come() -> None:
         front = Front()
         await front.load("a")
         before = await front.begin("a")
-        assert (await front.reload_lora_adapter("a", "/other")).report == "report"
+        assert (await front.adapters.reload("a", "/other")).report == "report"
         after = await front.begin("a")
         assert after.lora_id != before.lora_id
         assert [front.held[i] for r in (before, after) for i in r.lora_id] == ["/a", "/other"]
@@ -98,7 +85,7 @@ def test_a_replacement_is_for_requests_to_come() -> None:
         await asyncio.sleep(0.01)
         assert list(front.held.values()) == ["/other"]
         front.refuse = True
-        assert not (await front.reload_lora_adapter("a", "/bad")).success
+        assert not (await front.adapters.reload("a", "/bad")).success
         assert (await front.begin("a")).lora_id == after.lora_id
 
     run(scenario())
@@ -127,10 +114,10 @@ def test_a_member_of_a_routed_adapter_stays_as_it_is(tmp_path: Path) -> None:
         front = Front(limit=2)
         (tmp_path / "vlora_routed.json").write_text('{"router": "vocabulary", "members": ["a"]}')
         await front.load("a")
-        await front.load_lora_adapter(_sgl.LoadLoRAAdapterReqInput(lora_name="routed", lora_path=str(tmp_path)))
-        for refused in (await front.unload("a"), await front.reload_lora_adapter("a")):
+        await front.adapters.load(_sgl.LoadLoRAAdapterReqInput(lora_name="routed", lora_path=str(tmp_path)))
+        for refused in (await front.unload("a"), await front.adapters.reload("a")):
             assert not refused.success and "is a member of routed" in refused.error_message
-        assert not (await front.pin_lora_adapter("routed", True)).success
+        assert not (await front.adapters.pin("routed", True)).success
         await front.load("b")
         assert sorted(front.held.values()) == ["/a", "/b"], "the routed adapter left memory, its member did not"
         await front.unload("routed")
@@ -143,11 +130,11 @@ def test_a_pin_survives_a_replacement() -> None:
     async def scenario() -> None:
         front = Front()
         await front.load("a", pinned=True)
-        await front.reload_lora_adapter("a", "/other")
+        await front.adapters.reload("a", "/other")
         await asyncio.sleep(0.01)
-        assert front.lora_registry.get("a").pinned and list(front.held.values()) == ["/other"]
-        await front.pin_lora_adapter("a", False)
-        assert not front.lora_registry.get("a").pinned
+        assert front.adapters.registry.get("a").pinned and list(front.held.values()) == ["/other"]
+        await front.adapters.pin("a", False)
+        assert not front.adapters.registry.get("a").pinned
 
     run(scenario())
 

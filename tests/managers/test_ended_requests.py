@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from vlora_sgl.managers.ended_requests import KEPT, RequestStates
+from vlora_sgl.managers.ended_requests import KEPT, LingeringStates
 
 
 @pytest.mark.parametrize("how", ["pop", "del"])
 def test_an_ended_request_is_no_member_and_still_found(how):
-    states = RequestStates()
+    states = LingeringStates()
     states["a"] = 1
     if how == "pop":
         assert states.pop("a") == 1
@@ -22,7 +22,7 @@ def test_an_ended_request_is_no_member_and_still_found(how):
 
 
 def test_what_is_kept_is_bounded():
-    states = RequestStates()
+    states = LingeringStates()
     for number in range(KEPT + 5):
         states[str(number)] = number
         states.pop(str(number))

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
 from vlora_sgl.core import AdapterId, InferenceMode
-from vlora_sgl.managers.forced_mode import choose_mode
+from vlora_sgl.managers.forced_mode import forced_mode
 
 UNMERGED, MERGED, MIXTURE = InferenceMode
 
 
-def choose(rows: str, forced: str = "auto", merged: AdapterId = None) -> tuple[InferenceMode, AdapterId]:
+def choose(rows: str, forced: str, merged: AdapterId = None) -> tuple[InferenceMode, AdapterId]:
     """``rows``: a letter per row, ``-`` for the base; adapter x cannot be merged."""
-    return choose_mode([None if c == "-" else c for c in rows], forced, merged, lambda adapter: adapter != "x")
-
-
-@pytest.mark.parametrize(
-    ("rows", "mode", "merged"),
-    [
-        ("aaaa", MERGED, "a"),
-        ("aaab", MIXTURE, "a"),
-        ("aa--", UNMERGED, None),  # exactly half is not over half
-        ("aa-", MIXTURE, "a"),
-        ("----", UNMERGED, None),
-        ("abcd", UNMERGED, None),
-        ("xxxx", UNMERGED, None),
-        ("xxxa", UNMERGED, None),
-        ("xaaa", MIXTURE, "a"),
-    ],
-)
-def test_auto(rows: str, mode: InferenceMode, merged: AdapterId) -> None:
-    assert choose(rows) == (mode, merged)
+    adapters = [None if c == "-" else c for c in rows]
+    return forced_mode(adapters, InferenceMode(forced), merged, lambda adapter: adapter != "x")
 
 
 def test_a_forced_mixture_keeps_what_is_merged_under_base_rows() -> None:
@@ -42,6 +23,8 @@ def test_a_forced_mixture_keeps_what_is_merged_under_base_rows() -> None:
 def test_a_forced_merge_serves_mixed_batches_too() -> None:
     assert choose("bb", "merged", merged="a") == (MERGED, "b")
     assert choose("abb-", "merged") == (MIXTURE, "b")
+    assert choose("xxa", "merged") == (MIXTURE, "a")
+    assert choose("xx", "merged") == (UNMERGED, None)
 
 
 def test_forced_unmerged_never_merges() -> None:

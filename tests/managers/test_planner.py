@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from vlora_sgl.core import InferenceMode, ServiceClass
-from vlora_sgl.errors import RequestError
-from vlora_sgl.managers.planner import Planner, latency_constraint
+from vlora_sgl.core import InferenceMode, RequestParams
+from vlora_sgl.managers.planner import Planner
 from vlora_sgl.managers.policies import POLICIES, Limits, make_policy
 from vlora_sgl.managers.policies.cost_table import shipped
 
@@ -26,7 +25,6 @@ class Request:
     lora_id: str | None
     prompt: int = 100
     most: int = 8
-    custom_params: dict[str, Any] | None = None
     output_ids: list[int] = field(default_factory=list)
 
     @property
@@ -35,7 +33,11 @@ class Request:
 
     @property
     def sampling_params(self) -> SimpleNamespace:
-        return SimpleNamespace(max_new_tokens=self.most, custom_params=self.custom_params)
+        return SimpleNamespace(max_new_tokens=self.most)
+
+    @property
+    def vlora(self) -> SimpleNamespace:
+        return SimpleNamespace(params=RequestParams())
 
 
 class Engine:
@@ -128,13 +130,3 @@ def test_another_policy_decides_from_the_next_iteration_on() -> None:
     assert planner.next(waiting, []).merged_adapter == "m"
     planner.use(make_policy("unmerged", COSTS))
     assert planner.next(waiting, []).merged_adapter is None
-
-
-def test_latency_constraints_are_read_and_wrong_ones_refused() -> None:
-    assert latency_constraint(None) == (ServiceClass.INTERACTIVE, None)
-    assert latency_constraint({"vlora_class": "realtime", "vlora_deadline_ms": 250}) == (ServiceClass.REALTIME, 0.25)
-    with pytest.raises(RequestError, match=r"vlora_class must be one of realtime, interactive, batch; got 'soon'"):
-        latency_constraint({"vlora_class": "soon"})
-    for wrong in (0, -1, "1", True, float("inf")):
-        with pytest.raises(RequestError, match="vlora_deadline_ms must be a positive number"):
-            latency_constraint({"vlora_deadline_ms": wrong})

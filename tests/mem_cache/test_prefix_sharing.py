@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.mem_cache.test_radix_cache import ADAPTERS, PAD, SLOTS, Request, World, ids
+from tests.mem_cache.test_radix_cache import ADAPTERS, PAD, SLOTS, Request, World, ids, match_request, state_of
 from vlora_sgl import _sgl
+from vlora_sgl.mem_cache.identity import AdapterContent, ImageSpan
 from vlora_sgl.mem_cache.prefix_sharing import WRITES_FIRST, PrefixSharing, can_share
-from vlora_sgl.mem_cache.radix_cache import AdapterContent, ImageSpan
 
 AFTER_IMAGE = (AdapterContent("c", "after_image"), AdapterContent("d", "after_image"), None)
 
@@ -32,13 +32,13 @@ class Batch(World):
         tokens = request.tokens
         identity = self.cache.identify(tokens, request.salt, request.adapter, request.images)
         limit = len(tokens) - 1 if cap is None else min(cap, len(tokens) - 1)
-        key = _sgl.RadixKey(tokens, identity, limit=limit)
-        found = self.cache.match_prefix(_sgl.MatchPrefixParams(key=key))
+        found = match_request(self.cache, tokens, state_of(identity), limit)
         self.cache.inc_lock_ref(found.last_device_node)
         filled = len(tokens) if end is None else max(end, len(found.device_indices) + 1)
         request.req = SimpleNamespace(
             req_pool_idx=self.pool.free_rows.pop(),
-            extra_key=identity,
+            extra_key=identity.key,
+            vlora=state_of(identity),
             origin_input_ids=tokens,
             output_ids=array("q"),
             extend_range=SimpleNamespace(end=filled),
@@ -53,6 +53,14 @@ class Batch(World):
         self.reqs.append(request.req)
         return request.req
 
+    def promise(self, leader: Any, length: int) -> bool:
+        """As a follower's admission does; asking whether it may changes nothing."""
+        may = self.sharing.can_promise(leader, length)
+        assert self.sharing.can_promise(leader, length) == may
+        if may:
+            self.sharing.promise(leader, length)
+        return may
+
     def run(self) -> None:
         """Slots for the whole batch, the promises, and what SGLang does behind the prefill."""
         for request in self.running:
@@ -61,9 +69,7 @@ class Batch(World):
                 continue
             row = self.pool.req_to_token[req.req_pool_idx]
             row[:start] = req.prefix_indices
-            row[start : req.filled] = self.pool.alloc(
-                request.truth(req.extra_key.invocation_start, req.filled)[start:]
-            )
+            row[start : req.filled] = self.pool.alloc(request.truth(req.vlora.invocation_start, req.filled)[start:])
         self.sharing.fulfil(self.reqs)
         self.check()
         for req in self.reqs:
@@ -89,7 +95,7 @@ def test_followers_take_what_the_leader_will_write() -> None:
     batch = Batch()
     leader, *followers = (about(7, ids(3, 4), adapter) for adapter in AFTER_IMAGE)
     req = batch.take(leader)
-    assert batch.sharing.promise(req, 8)
+    assert batch.promise(req, 8)
     for follower in followers:
         assert len(batch.take(follower).prefix_indices) == 8
     assert batch.cache.protected_size() == 8 and batch.cache.evictable_size() == 0
@@ -101,7 +107,7 @@ def test_followers_take_what_the_leader_will_write() -> None:
 def test_a_leader_must_compute_the_whole_prefix_in_this_batch() -> None:
     batch = Batch()
     req = batch.take(about(7, ids(3, 4)), end=5)
-    assert not batch.sharing.promise(req, 8)
+    assert not batch.promise(req, 8)
     assert len(batch.take(about(7, ids(3, 9))).prefix_indices) == 0
     batch.run()
     batch.end()
@@ -114,7 +120,7 @@ def test_the_last_chunk_of_a_leader_is_shared() -> None:
     batch.run()
     req.filled = req.extend_range.end = len(leader.tokens)
     batch.reqs = [req]
-    assert batch.sharing.promise(req, 8)
+    assert batch.promise(req, 8)
     assert len(batch.take(about(7, ids(9))).prefix_indices) == 8
     batch.run()
     assert len(batch.pool.content) == 8 + 2 + 1
@@ -127,7 +133,7 @@ def test_what_a_leader_computes_for_itself_alone_is_not_promised() -> None:
     batch.take(Request(ids(1, 2), (), None, None))
     batch.run()
     req = batch.take(about(7, ids(3, 4)), cap=0)
-    assert not batch.sharing.promise(req, 8)
+    assert not batch.promise(req, 8)
     batch.run()
     batch.end()
 
@@ -135,7 +141,7 @@ def test_what_a_leader_computes_for_itself_alone_is_not_promised() -> None:
 def test_a_promise_is_split_by_those_who_need_less_of_it() -> None:
     """A prompt that ends within the prefix, one that starts like it, and a leader of a prefix that goes on."""
     batch = Batch()
-    assert batch.sharing.promise(batch.take(about(7, ids(3, 4))), 8)
+    assert batch.promise(batch.take(about(7, ids(3, 4))), 8)
     assert len(batch.take(about(7, ids()), cap=7).prefix_indices) == 7
     assert len(batch.take(Request(ids(1, 2, 3), (), None, None)).prefix_indices) == 2
     first, second = ImageSpan(2, 8, ("full hash", 7)), ImageSpan(9, 12, ("full hash", 5))
@@ -144,7 +150,7 @@ def test_a_promise_is_split_by_those_who_need_less_of_it() -> None:
         for last, adapter in ((5, None), (6, AFTER_IMAGE[0]))
     ]
     req = batch.take(longer[0])
-    assert len(req.prefix_indices) == 8 and batch.sharing.promise(req, 12)
+    assert len(req.prefix_indices) == 8 and batch.promise(req, 12)
     assert len(batch.take(longer[1]).prefix_indices) == 12
     batch.run()
     batch.end()
@@ -176,11 +182,11 @@ def test_any_batches_keep_content_and_slots_right(batches: list[Any]) -> None:
             request = about(image, ids(*question), adapter)
             end = end if end is None else min(end, len(request.tokens))
             req = batch.take(request, end, cap)
-            key = req.extra_key.prefix_key(request.tokens)
+            key = req.vlora.identity.prefix_key(request.tokens)
             if key not in leaders:
                 leaders[key] = req
             if key in leaders and leaders[key].extend_range.end >= 8:
-                batch.sharing.promise(leaders[key], req.extra_key.shareable)
+                batch.promise(leaders[key], req.vlora.identity.shareable)
         batch.run()
         for *_, after in rows:
             if after == "evict":

@@ -14,17 +14,11 @@ from hypothesis import strategies as st
 
 from benchmarks.serving.bench_match import KINDS, match_seconds
 from vlora_sgl import _sgl
+from vlora_sgl.core import RequestParams
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.mem_cache.radix_cache import (
-    NEVER,
-    AdapterContent,
-    CacheIdentity,
-    ElementKey,
-    ImageSpan,
-    Numbering,
-    VLoraRadixCache,
-    image_spans,
-)
+from vlora_sgl.mem_cache.identity import NEVER, AdapterContent, CacheIdentity, ImageSpan, image_spans
+from vlora_sgl.mem_cache.radix_cache import ElementKey, Numbering, VLoraRadixCache
+from vlora_sgl.request import RequestState
 
 SLOTS = 4096
 
@@ -70,13 +64,27 @@ def ids(*tokens: int) -> array:
     return array("q", tokens)
 
 
-def match(cache: Any, tokens: array, identity: Any, req: Any = None) -> Any:
-    return cache.match_prefix(_sgl.MatchPrefixParams(key=_sgl.RadixKey(tokens, identity), req=req))
+def state_of(identity: CacheIdentity, reuse_limit: int | None = None) -> RequestState:
+    return RequestState(RequestParams(), identity=identity, reuse_limit=reuse_limit)
 
 
-def insert(cache: Any, tokens: array, identity: Any, value: torch.Tensor | None = None) -> Any:
-    value = torch.arange(len(tokens)) if value is None else value
-    return cache.insert(_sgl.InsertParams(key=_sgl.RadixKey(tokens, identity), value=value))
+def match(cache: Any, tokens: array, identity: CacheIdentity | str | None) -> Any:
+    """As SGLang looks up after an insert, the request not named; a string is a key that nobody has identified."""
+    known = isinstance(identity, CacheIdentity)
+    with cache.keys_of(identity if known else None):
+        key = _sgl.RadixKey(tokens, identity.key if isinstance(identity, CacheIdentity) else identity)
+        return cache.match_prefix(_sgl.MatchPrefixParams(key=key))
+
+
+def match_request(cache: Any, tokens: array, state: RequestState, limit: int | None = None) -> Any:
+    """As SGLang looks up for a request that it wants to schedule."""
+    key = _sgl.RadixKey(tokens, state.identity.key, limit=limit)
+    return cache.match_prefix(_sgl.MatchPrefixParams(key=key, req=SimpleNamespace(vlora=state)))
+
+
+def insert(cache: Any, tokens: array, identity: CacheIdentity | None) -> Any:
+    with cache.keys_of(identity):
+        return cache.insert(_sgl.InsertParams(key=_sgl.RadixKey(tokens), value=torch.arange(len(tokens))))
 
 
 PAD = 1_000_000 + 77  # what SGLang writes over the tokens of every image below: all hashes agree in their 30 bits
@@ -175,9 +183,7 @@ class World:
         truth = request.truth(identity.invocation_start, len(request.tokens))
         limit = len(truth) - 1
         expected = self.longest_known(truth[:limit])
-        found = self.cache.match_prefix(
-            _sgl.MatchPrefixParams(key=_sgl.RadixKey(request.tokens, identity, limit=limit))
-        )
+        found = match_request(self.cache, request.tokens, state_of(identity), limit)
         assert len(found.device_indices) == expected
         assert [self.pool.content[slot] for slot in found.device_indices.tolist()] == truth[:expected]
         self.cache.inc_lock_ref(found.last_device_node)
@@ -185,7 +191,8 @@ class World:
         filled = min(len(truth), expected + max(chunk, self.page))  # the first chunk of a chunked prefill
         request.req = SimpleNamespace(
             req_pool_idx=row,
-            extra_key=identity,
+            extra_key=identity.key,
+            vlora=state_of(identity),
             origin_input_ids=request.tokens,
             output_ids=array("q"),
             cache_protected_len=expected,
@@ -207,7 +214,7 @@ class World:
         total = req.origin_input_ids + req.output_ids
         end = min(len(total), req.filled + count)
         request.tokens = total
-        truth = request.truth(req.extra_key.invocation_start, end)
+        truth = request.truth(req.vlora.invocation_start, end)
         self.pool.req_to_token[req.req_pool_idx, req.filled : end] = self.pool.alloc(truth[req.filled :])
         req.filled = end
         self.cache.cache_unfinished_req(req)
@@ -222,7 +229,7 @@ class World:
     def check(self) -> None:
         for request in self.running:
             row = self.pool.req_to_token[request.req.req_pool_idx, : request.req.filled].tolist()
-            truth = request.truth(request.req.extra_key.invocation_start, request.req.filled)
+            truth = request.truth(request.req.vlora.invocation_start, request.req.filled)
             assert [self.pool.content[slot] for slot in row] == truth
         tree = self.tree_slots()
         assert len(tree) == len(set(tree)) == self.cache.evictable_size() + self.cache.protected_size()
@@ -279,7 +286,8 @@ def test_no_salt_collides_with_an_adapter(salt: str) -> None:
     cache = make_cache(Pool())
     tokens = ids(5, 6, 7)
     insert(cache, tokens, cache.identify(tokens, None, AdapterContent("a")))
-    for other in (cache.identify(tokens, salt, None), salt, cache.identify(tokens, salt, AdapterContent("a"))):
+    adapter = cache.identify(tokens, salt, AdapterContent("a"))
+    for other in (cache.identify(tokens, salt, None), salt, adapter, adapter.key):
         assert len(match(cache, tokens, other).device_indices) == 0
     assert len(match(cache, tokens, cache.identify(tokens, None, AdapterContent("a"))).device_indices) == 3
 
@@ -327,9 +335,11 @@ def test_a_retracted_request_may_generate_other_tokens() -> None:
     tokens, image = ids(1, *[PAD] * 4, 3), (ImageSpan(1, 5, "cat"),)
     identity = cache.identify(tokens, None, AdapterContent("c", "after_image"), image)
     insert(cache, tokens + ids(8, 8), identity)
-    again = identity.renewed()
-    assert len(match(cache, tokens + ids(9, 9), again).device_indices) == 6
-    assert again == identity and again.prefix_key(tokens) == identity.prefix_key(tokens)
+    before = identity.prefix_key(tokens)
+    identity.forget()
+    assert len(match(cache, tokens + ids(9, 9), identity).device_indices) == 6
+    assert identity.prefix_key(tokens) == before
+    assert len(match(cache, tokens + ids(8, 8), cache.identify(tokens, None, None, image)).device_indices) == 5
 
 
 def test_reuse_stops_before_the_image_when_its_states_are_wanted() -> None:
@@ -337,8 +347,7 @@ def test_reuse_stops_before_the_image_when_its_states_are_wanted() -> None:
     tokens, image = ids(1, 2, *[PAD] * 4, 3), (ImageSpan(2, 6, "cat"),)
     insert(cache, tokens, cache.identify(tokens, None, None, image))
     dense = cache.identify(tokens, None, None, image)
-    dense.reuse_limit = image[0].start
-    assert len(match(cache, tokens, dense, req=object()).device_indices) == 2
+    assert len(match_request(cache, tokens, state_of(dense, image[0].start)).device_indices) == 2
     assert len(match(cache, tokens, dense).device_indices) == 7  # the cache's own look-up after an insert
 
 

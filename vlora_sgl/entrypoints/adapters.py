@@ -39,13 +39,13 @@ async def list_adapters(request: Request) -> dict[str, Any]:
 @admin
 async def reload_adapter(body: ReloadRequest, request: Request) -> JSONResponse:
     """Replace an adapter for the requests to come; those that run keep the one they began with."""
-    return _answer(await _manager(request).reload_lora_adapter(body.lora_name, body.lora_path))
+    return _answer(await _manager(request).adapters.reload(body.lora_name, body.lora_path))
 
 
 @admin
 async def pin_adapter(body: PinRequest, request: Request) -> JSONResponse:
     """Let an adapter keep its device slot, or no longer."""
-    return _answer(await _manager(request).pin_lora_adapter(body.lora_name, body.pinned))
+    return _answer(await _manager(request).adapters.pin(body.lora_name, body.pinned))
 
 
 async def list_models(request: Request) -> Any:
@@ -72,7 +72,7 @@ async def generate(obj: _sgl.GenerateReqInput, request: Request) -> Any:
         UnknownAdapterResponse: one does not.
     """
     if obj.stream:
-        _manager(request).check_adapter_names(obj.lora_path)
+        _manager(request).adapters.check_names(obj.lora_path)
     return await _sgl.http_server.generate_request(obj, request)
 
 

@@ -18,8 +18,9 @@ from PIL import Image
 from pydantic import BaseModel, Field
 
 from vlora_sgl import _sgl
+from vlora_sgl.core import RequestParams
 from vlora_sgl.errors import HeadError, RequestError, VLoraError
-from vlora_sgl.heads.requests import HEAD_KEY, describe
+from vlora_sgl.heads.requests import describe
 from vlora_sgl.server_args import VLoraArgs
 
 router = APIRouter(prefix="/v1/vision", tags=["vision"])
@@ -87,10 +88,10 @@ async def _answer(task: Task, body: VisionRequest, request: Request) -> dict[str
             model=body.model, messages=[{"role": "user", "content": parts}], max_tokens=1, temperature=0
         )
         generate, _ = serving._convert_to_internal_request(chat, request)
-        generate.sampling_params["custom_params"] = {HEAD_KEY: head}
+        generate.sampling_params = RequestParams(head=head).added_to(generate.sampling_params)
         async for out in manager.generate_request(generate, request):
             meta_info = out["meta_info"]
-        if HEAD_KEY not in meta_info:
+        if "head" not in meta_info["vlora"]:
             raise RequestError(f"the engine did not answer: {meta_info.get('finish_reason')}")
     except HTTPException:
         raise
@@ -98,7 +99,7 @@ async def _answer(task: Task, body: VisionRequest, request: Request) -> dict[str
         raise HTTPException(error.http_status, str(error)) from error
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
-    answer = dict(meta_info[HEAD_KEY])
+    answer = dict(meta_info["vlora"]["head"])
     if task == "detect":
         answer = in_pixels_sent(answer, urls)
     usage = {"prompt_tokens": meta_info["prompt_tokens"], "cached_tokens": meta_info["cached_tokens"]}
@@ -141,7 +142,7 @@ Send = Callable[[Any], Awaitable[None]]
 class HeadParameter:
     """ASGI middleware: ``"head": name`` in the body of ``/generate`` and ``/v1/chat/completions`` names a head.
 
-    SGLang's request types drop or refuse a field they do not know, so it moves to ``custom_params`` first.
+    SGLang's request types drop or refuse a field they do not know, so it moves to where SGLang carries it first.
     """
 
     def __init__(self, app: Any) -> None:
@@ -183,11 +184,13 @@ def move_head(body: bytes, path: str) -> bytes:
         return body
     if not isinstance(data, dict) or not isinstance(data.get("head"), str):
         return body
-    head, holder = data.pop("head"), data
-    if path == "/generate":
-        holder = data.setdefault("sampling_params", {})
-    for one in holder if isinstance(holder, list) else [holder]:
-        one["custom_params"] = {**(one.get("custom_params") or {}), HEAD_KEY: head}
+    asked = RequestParams(head=data.pop("head"))
+    if path != "/generate":
+        data = asked.added_to(data)
+    elif isinstance(data.get("sampling_params"), list):
+        data["sampling_params"] = [asked.added_to(one) for one in data["sampling_params"]]
+    else:
+        data["sampling_params"] = asked.added_to(data.get("sampling_params") or {})
     return json.dumps(data).encode()
 
 

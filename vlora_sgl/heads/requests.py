@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from vlora_sgl.core import RequestParams
 from vlora_sgl.errors import HeadError
 from vlora_sgl.heads.store import DESCRIPTION_FILE, KINDS, AdapterDescription, read_description
 
-HEAD_KEY = "vlora_head"
-"""Where a request names its head in ``sampling_params.custom_params``, and where ``meta_info`` has the answer."""
 
-
-def check_head_requests(obj: Any, adapters: Mapping[str, Any]) -> None:
+def check_head_requests(obj: Any, asked: Sequence[RequestParams], adapters: Mapping[str, Any]) -> None:
     """Check every head that a generate request (or a batch of them) names, and ask for one token.
 
     Args:
         obj: SGLang's ``GenerateReqInput``, normalised.
+        asked: what it asks of us, or each row of it.
         adapters: what was ever loaded, by name, each with its ``lora_path``.
     Raises:
         HeadError: a head that its adapter does not have, with the heads it has; or a dense head without an image.
     """
-    parameters = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
-    if not any(head_of(one) for one in parameters):
+    if not any(params.head for params in asked):
         return
-    for one in [obj] if obj.is_single else [obj[i] for i in range(obj.batch_size)]:
-        name = head_of(one.sampling_params)
+    rows = [obj] if obj.is_single else [obj[i] for i in range(obj.batch_size)]
+    for one, params in zip(rows, asked, strict=False):  # of n samples each, the first are the rows
+        name = params.head
         if name is None:
             continue
         if one.lora_path is None:
@@ -41,12 +40,6 @@ def check_head_requests(obj: Any, adapters: Mapping[str, Any]) -> None:
         if KINDS[kind].features == "image_tokens" and not one.image_data:
             raise HeadError(f"head {name!r} of adapter {one.lora_path!r} reads an image, and the request has none")
         one.sampling_params["max_new_tokens"] = 1
-
-
-def head_of(parameters: Any) -> str | None:
-    """The head that a request's sampling parameters name."""
-    custom = parameters.get("custom_params") if isinstance(parameters, dict) else None
-    return custom.get(HEAD_KEY) if isinstance(custom, dict) else None
 
 
 def describe(directory: str) -> AdapterDescription:

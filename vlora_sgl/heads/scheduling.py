@@ -1,110 +1,113 @@
-"""The scheduler's side of vision heads: which head a request means, and that nothing is decoded for it."""
+"""Vision heads' part of the scheduler: which head a request means, and that nothing is decoded for it."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
+from vlora_sgl._sgl_types import Req, ScheduleBatch
 from vlora_sgl.errors import HeadError
 from vlora_sgl.heads.base import Grid
-from vlora_sgl.heads.requests import HEAD_KEY
 from vlora_sgl.heads.worker import HeadRequest
-from vlora_sgl.mem_cache.radix_cache import CacheIdentity
-
-# SGLang's scheduler, of which this is one side.
-Base: Any = object
 
 DENSE_RESULTS = 1024
 """Answers of dense heads that are remembered, by image and what came before it, adapter and head."""
 
 
-class HeadRequests(Base):
-    """Mixed into the scheduler, before the prefix cache's part."""
+class HeadScheduling:
+    """One per scheduler.
 
-    _answered: list[Any]
-    _dense_results: OrderedDict[bytes, Any]
+    Args:
+        hf_config: the model's configuration.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._answered = []
-        self._dense_results = OrderedDict()
-        self.head_totals = {"requests": 0, "remembered": 0}
-        super().__init__(*args, **kwargs)
+    Attributes:
+        under_way: rows of the last prefill whose answer is on its way: they are in no batch any more.
+        totals: requests of heads so far, and those of them whose answer was remembered.
+    """
 
-    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
-        name = (req.sampling_params.custom_params or {}).get(HEAD_KEY)
-        if name is not None and req.to_finish is None:
-            try:
-                req.vlora_head = self._head_request(req, name)
-                # One token, because an answer leaves the engine with a token; it is the prefill's own.
-                req.sampling_params.max_new_tokens = 1
-                self.head_totals["requests"] += 1
-            except HeadError as error:
-                req.set_finish_with_abort(str(error))
-        super()._add_request_to_queue(req, is_retracted)
-        request = getattr(req, HEAD_KEY, None)
-        if request is not None and request.dense and isinstance(req.extra_key, CacheIdentity):
-            request.answer = self._dense_results.get(self._dense_key(req))
-            self.head_totals["remembered"] += not request.pending
-            # Cached tokens have no hidden states in this pass: compute the images again, unless the answer is known.
-            req.extra_key.reuse_limit = request.images[0][0] if request.pending else None
+    def __init__(self, hf_config: Any) -> None:
+        self.under_way: list[Req] = []
+        self.totals = {"requests": 0, "remembered": 0}
+        self._hf_config = hf_config
+        self._dense_results: OrderedDict[bytes, Any] = OrderedDict()
 
-    def _head_request(self, req: Any, name: Any) -> HeadRequest:
-        described = self.lora_manager.described.get(req.lora_id) if self.lora_manager is not None else None
-        if described is None:
+    def arrived(self, req: Req) -> None:
+        """Find the head that a new request means.
+
+        Raises:
+            HeadError: its adapter has no such head, or the head lacks an image.
+        """
+        name, adapter = req.vlora.params.head, req.vlora.adapter
+        if name is None:
+            return
+        if adapter is None:
             raise HeadError(f"head {name!r}: the base model has no heads; name an adapter that has")
-        head = described.heads.get(name)
+        head = adapter.heads.get(name)
         if head is None:
-            raise HeadError(f"no head named {name!r}; heads of this adapter: {', '.join(described.heads) or 'none'}")
-        if head.features != "image_tokens":
-            return HeadRequest(head)
-        images = image_grids(req.multimodal_inputs, self.model_config.hf_config)
-        if not images:
-            raise HeadError(f"head {name!r} reads an image, and the request has none")
-        return HeadRequest(head, images)
+            raise HeadError(f"no head named {name!r}; heads of this adapter: {', '.join(adapter.heads) or 'none'}")
+        images: tuple[tuple[int, int, Grid], ...] = ()
+        if head.features == "image_tokens":
+            images = image_grids(req.multimodal_inputs, self._hf_config)
+            if not images:
+                raise HeadError(f"head {name!r} reads an image, and the request has none")
+        req.vlora.head = HeadRequest(head, images)
+        # One token, because an answer leaves the engine with a token; it is the prefill's own.
+        req.sampling_params.max_new_tokens = 1
+        self.totals["requests"] += 1
 
-    def _dense_key(self, req: Any) -> bytes:
-        head, identity = req.vlora_head.head, req.extra_key
-        end = req.vlora_head.images[-1][1]
-        # The id, not the content: an adapter reloaded with the same LoRA weights may have other heads.
-        digest = hashlib.blake2b(
-            repr((identity.root, identity.adapter, identity.invocation_start, req.lora_id, head.name)).encode()
-        )
-        digest.update(identity.elements(req.origin_input_ids)[:end].tobytes())
-        return digest.digest()
+    def recall(self, req: Req) -> None:
+        """Answer a dense head's request from memory, or have its images computed: cached tokens have no hidden states.
 
-    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
-        """SGLang's, after taking rows whose answer is under way out of the batch that would go on to decode."""
-        self._answered = []
-        if last_batch is not None and last_batch.forward_mode.is_extend():
-            self._answered = [
-                req
-                for req in last_batch.reqs
-                if getattr(req, HEAD_KEY, None) is not None and req is not self.chunked_req and not req.finished()
-            ]
-        if self._answered:
-            last_batch.filter_batch(
-                keep_indices=[row for row, req in enumerate(last_batch.reqs) if req not in self._answered]
-            )
-            running_batch.batch_is_full = False
-        return super().get_next_batch_to_run(running_batch, last_batch)
+        The request's identity is known by now.
+        """
+        state = req.vlora
+        if state.head is not None and state.head.dense and state.identity is not None:
+            state.head.answer = self._dense_results.get(self._dense_key(req))
+            self.totals["remembered"] += not state.head.pending
+            if state.head.pending:
+                state.reuse_limit = state.head.images[0][0]
 
-    def _in_flight(self) -> list[Any]:
-        return [*super()._in_flight(), *self._answered]
+    def before_decoding(self, running: ScheduleBatch, last: ScheduleBatch | None, chunked: Req | None) -> None:
+        """Take rows whose answer is under way out of the batch that would go on to decode.
 
-    def process_batch_result(self, batch: Any, result: Any) -> None:
-        """SGLang's, after putting the answers where its output stream finds them."""
+        Args:
+            running: SGLang's batch that decodes.
+            last: the batch that was launched last, or ``None``.
+            chunked: the request with chunks to come, which SGLang itself keeps out.
+        """
+        self.under_way = []
+        if last is None or not last.forward_mode.is_extend():
+            return
+        self.under_way = [
+            req for req in last.reqs if req.vlora.head is not None and req is not chunked and not req.finished()
+        ]
+        if self.under_way:
+            last.filter_batch(keep_indices=[row for row, req in enumerate(last.reqs) if req not in self.under_way])
+            running.batch_is_full = False
+
+    def finished(self, reqs: Sequence[Req], result: Any) -> None:
+        """A prefill has run: set the answers of its requests."""
         results = getattr(result, "head_results", None)
         if results is not None:
             results.deliver()
-        for req in batch.reqs if batch.forward_mode.is_extend() else ():
-            request = getattr(req, HEAD_KEY, None)
-            if request is None or request.pending:
+        for req in reqs:
+            state = req.vlora
+            if state.head is None or state.head.pending:
                 continue
-            if request.dense and isinstance(req.extra_key, CacheIdentity):
-                self._remember(self._dense_key(req), request.answer)
-            req.customized_info = {**(req.customized_info or {}), HEAD_KEY: [request.answer]}
-        super().process_batch_result(batch, result)
+            if state.head.dense and state.identity is not None:
+                self._remember(self._dense_key(req), state.head.answer)
+            state.answer["head"] = state.head.answer
+
+    def _dense_key(self, req: Req) -> bytes:
+        identity, request = req.vlora.identity, req.vlora.head
+        # The id, not the content: an adapter reloaded with the same LoRA weights may have other heads.
+        digest = hashlib.blake2b(
+            repr((identity.root, identity.adapter, identity.invocation_start, req.lora_id, request.head.name)).encode()
+        )
+        digest.update(identity.elements(req.origin_input_ids)[: request.images[-1][1]].tobytes())
+        return digest.digest()
 
     def _remember(self, key: bytes, answer: Any) -> None:
         self._dense_results[key] = answer

@@ -1,6 +1,6 @@
 """Heads in the forward pass: one matrix product on the hidden states that the LM head reads, for all rows that ask.
 
-A head request is a generate request of one token whose ``custom_params`` name a head. Its answer is computed in the
+A head request is a generate request of one token that names a head. Its answer is computed in the
 prefill pass that computes its last token; nothing is decoded for it.
 """
 
@@ -95,7 +95,7 @@ class HeadWorker(_sgl.TpModelWorker):
         rows = [
             (row, request)
             for row, req in enumerate(batch.reqs if batch is not None and batch.forward_mode.is_extend() else ())
-            if (request := getattr(req, "vlora_head", None)) is not None and request.pending
+            if (request := req.vlora.head) is not None and request.pending
         ]
         if not rows:
             return super().forward_batch_generation(batch, *args, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import requests
 
-from vlora_sgl.core import JsonDict
+from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.errors import ConfigError, ProgramCancelled, RequestError
 from vlora_sgl.lang import _upstream as up
 from vlora_sgl.lang.interpreter import Executor
@@ -152,9 +152,9 @@ class Endpoint(up.RuntimeEndpoint):
         Raises:
             RequestError: the answer carries nothing from the head.
         """
-        sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": {"vlora_head": head}}
+        sampling = RequestParams(head=head).added_to({"max_new_tokens": 1, "temperature": 0})
         answer = cast(Response, self._request(s, {"text": s.text_, "sampling_params": sampling}))
-        return head_value(answer["meta_info"].get("vlora_head"), task), answer["meta_info"]
+        return head_value(answer["meta_info"].get("vlora", {}).get("head"), task), answer["meta_info"]
 
     def _generation(self, s: Executor, sampling_params: up.SglSamplingParams) -> Request:
         self._handle_dtype_to_regex(sampling_params)
@@ -412,7 +412,7 @@ def head_value(answer: object, task: Task) -> Label | Count | Boxes:
         RequestError: there is no answer, or it is one of another task.
     """
     if not isinstance(answer, dict):
-        raise RequestError(f"the model answered without a vision head (meta_info['vlora_head'] is {answer!r})")
+        raise RequestError(f"the model answered without a vision head (meta_info['vlora']['head'] is {answer!r})")
     try:
         if task == "classify":
             labels: Sequence[str] = answer["labels"]

@@ -40,13 +40,10 @@ class DescribedLoRAManager(VLoraManager):
 
     Attributes:
         described: by adapter id; present exactly while the adapter is loaded.
-        invocation_starts: first position that runs with the adapter, per row of the batch that runs next; the
-            scheduler sets it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.described: dict[str, DescribedAdapter] = {}
-        self.invocation_starts: list[int] = []
         super().__init__(*args, **kwargs)
 
     def load_lora_weights(self, lora_ref: Any) -> None:
@@ -75,8 +72,8 @@ class DescribedLoRAManager(VLoraManager):
 
     def prepare_lora_batch(self, forward_batch: Any) -> None:
         """SGLang's, over rows split at their invocation starts."""
-        if self.invocation_starts:
-            forward_batch = split_batch(forward_batch, self.invocation_starts)
+        if self.plan.invocation_starts:
+            forward_batch = split_batch(forward_batch, self.plan.invocation_starts)
         super().prepare_lora_batch(forward_batch)
 
     def _unload_lora_adapter(self, lora_ref: Any) -> Any:

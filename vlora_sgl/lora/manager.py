@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -75,6 +75,11 @@ class VLoraManager(_sgl.LoRAManager):
     def merged(self) -> AdapterId:
         """The adapter merged into the weights now, ``None`` while they are the base model's."""
         return None if self.switcher is None else self.switcher.merged
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether any adapter may be merged."""
+        return self.switcher is not None
 
     # The pool
 
@@ -249,29 +254,25 @@ class VLoraManager(_sgl.LoRAManager):
 
     # One batch
 
-    def set_plan(self, plan: BatchPlan, adapters: Sequence[AdapterId] = ()) -> BatchPlan:
-        """Take the plan of the batch that runs next, or the unmerged one where it cannot be carried out.
+    def refuses(self, merged: str, adapters: Collection[AdapterId]) -> str | None:
+        """Why ``merged`` cannot be merged under a batch of these adapters; ``None`` if it can.
 
         Args:
-            plan: the scheduler's.
-            adapters: the adapter of every row.
-
-        Returns:
-            The plan that will be carried out.
+            merged: the adapter to merge.
+            adapters: those of the rows, ``None`` among them if rows, or parts of them, are the base model's.
         """
-        merged = plan.merged_adapter
-        if merged is not None:
-            mixed = any(adapter != merged for adapter in adapters)
-            if (
-                self.refusal(merged) is not None
-                # Pinned adapters keep their slots whatever the plan needs.
-                or not self.validate_lora_batch({merged, *adapters})
-                # Only ATMM can take the merged adapter out again row by row.
-                or (mixed and not self._routed)
-            ):
-                plan = BatchPlan(requests=plan.requests, mode=InferenceMode.UNMERGED)
+        reason = self.refusal(merged)
+        if reason is not None:
+            return reason
+        if not self.validate_lora_batch({merged, *adapters}):
+            return "pinned adapters hold the slots that it needs"
+        if not self._routed and any(adapter != merged for adapter in adapters):
+            return f"only {ROUTED_BACKEND} can take it out again row by row"
+        return None
+
+    def set_plan(self, plan: BatchPlan) -> None:
+        """Take the plan of the batch that runs next."""
         self.plan = plan
-        return plan
 
     def validate_lora_batch(self, lora_ids: set[AdapterId]) -> bool:
         """Whether these adapters fit beside the base model's permanent slot.

@@ -7,7 +7,7 @@ got until it ends: an adapter that is replaced or unloaded meanwhile stays for a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,6 @@ from fastapi import HTTPException
 from vlora_sgl import _sgl
 from vlora_sgl.errors import AdapterError, UnknownAdapterError
 from vlora_sgl.routed.spec import is_routed, member_names
-
-# SGLang's tokenizer manager, of which this is one side.
-Base: Any = object
 
 
 class UnknownAdapterResponse(UnknownAdapterError, HTTPException, ValueError):
@@ -105,53 +102,67 @@ class AdapterRegistry(_sgl.LoRARegistry):
         return next((ref for ref in loose if not self.users(ref.lora_id)), loose[0] if loose else None)
 
 
-class AdapterLifecycle(Base):
-    """Mixed into the tokenizer manager, before SGLang's class.
+class AdapterLifecycle:
+    """The tokenizer manager's part that knows which adapters there are.
 
-    ``lora_registry`` holds what is in memory, ``lora_ref_cache`` every name that is loaded, also those that
-    ``--max-loaded-loras`` put out to disk and that come back when a request names them. Members of a routed adapter
-    stay as they are as long as it is loaded.
+    Members of a routed adapter stay as they are as long as it is loaded.
+
+    Args:
+        server_args: SGLang's.
+        base_name: tells the base model's name, which no adapter can have.
+        known: every name that is loaded (SGLang's ``lora_ref_cache``, which this changes), also those that
+            ``--max-loaded-loras`` put out to disk and that come back when a request names them.
+        lock: held while adapters are loaded or lose their name.
+        ask_ranks: sends a message to the engine, and gives the replies of its ranks.
+
+    Attributes:
+        registry: what is in memory.
     """
 
-    def init_lora(self) -> None:
-        """SGLang's, with our registry."""
-        super().init_lora()
-        self.lora_registry = AdapterRegistry(self.server_args.lora_paths)
-        self.routed_members: dict[str, tuple[str, ...]] = {}
+    def __init__(
+        self,
+        server_args: Any,
+        base_name: Callable[[], str],
+        known: dict[str, Any],
+        lock: asyncio.Lock,
+        ask_ranks: Callable[[Any], Awaitable[list[Any]]],
+    ) -> None:
+        self.known, self.registry = known, AdapterRegistry(server_args.lora_paths)
+        self._server_args, self._base_name, self._lock, self._ask_ranks = server_args, base_name, lock, ask_ranks
+        self._routed_members: dict[str, tuple[str, ...]] = {}
         self._retiring: set[asyncio.Task[Any]] = set()
-        for ref in self.lora_ref_cache.values():
+        for ref in known.values():
             self._note_routed(ref)
 
     # Names
 
-    def check_adapter_names(self, names: str | Sequence[str | None] | None) -> None:
+    def check_names(self, names: str | Sequence[str | None] | None) -> None:
         """Whether every adapter that a request names is loaded.
 
         Raises:
             UnknownAdapterResponse: one is not.
         """
         for name in names if isinstance(names, list) else [names]:
-            if name is not None and name not in self.lora_ref_cache:
-                raise UnknownAdapterResponse(str(name), self.lora_ref_cache)
+            if name is not None and name not in self.known:
+                raise UnknownAdapterResponse(str(name), self.known)
 
-    async def _resolve_lora_path(self, obj: Any) -> None:
-        """Resolve names to ids; bring what is only on disk back to memory first.
+    async def bring_in(self, names: str | Sequence[str | None] | None) -> None:
+        """Bring the adapters that a request names back to memory, where they are only on disk.
 
         Raises:
             UnknownAdapterResponse: a name that is not loaded.
         """
-        self.check_adapter_names(obj.lora_path)
-        for name in dict.fromkeys(obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]):
-            if name is not None and self.lora_registry.get(name) is None:
+        self.check_names(names)
+        for name in dict.fromkeys(names if isinstance(names, list) else [names]):
+            if name is not None and self.registry.get(name) is None:
                 await self._revive(name)
-        await super()._resolve_lora_path(obj)
 
     async def _revive(self, name: str) -> None:
-        async with self.lora_update_lock:
-            if self.lora_registry.get(name) is not None:
+        async with self._lock:
+            if self.registry.get(name) is not None:
                 return  # another request was first
-            self.check_adapter_names(name)
-            ref = self.lora_ref_cache[name]
+            self.check_names(name)
+            ref = self.known[name]
             result = await self._load(name, ref.lora_path, bool(ref.pinned))
         if not result.success:
             raise AdapterError(
@@ -160,24 +171,23 @@ class AdapterLifecycle(Base):
 
     # Lives
 
-    async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
+    async def load(self, obj: Any) -> Any:
         """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.load_report``)."""
-        self.auto_create_handle_loop()
         refusal = self._why_not_load(obj.lora_name)
         if refusal is not None:
             return self._refused(refusal)
-        async with self.lora_update_lock:
-            if obj.lora_name in self.lora_ref_cache:
+        async with self._lock:
+            if obj.lora_name in self.known:
                 return self._refused(
                     f"adapter {obj.lora_name!r} is loaded already; /reload_lora_adapter puts another in its place"
                 )
             return _reply(await self._load(obj.lora_name, obj.lora_path, bool(obj.pinned)))
 
-    async def load_lora_adapter_from_tensors(self, obj: Any, _: Any = None) -> Any:
-        """Refuses: these tensors arrive pickled."""
+    def refuse_tensors(self) -> Any:
+        """The reply to a load of an adapter that arrives as pickled tensors."""
         return self._refused("adapters are loaded from safetensors only, never from serialized tensors")
 
-    async def reload_lora_adapter(self, name: str, path: str | None = None) -> Any:
+    async def reload(self, name: str, path: str | None = None) -> Any:
         """Put another content (or another directory) behind a name, at once for all requests to come.
 
         Requests that run keep the adapter they began with; it leaves memory when the last of them ends. If the new
@@ -186,12 +196,11 @@ class AdapterLifecycle(Base):
         Raises:
             UnknownAdapterResponse: nothing of that name is loaded.
         """
-        self.auto_create_handle_loop()
-        async with self.lora_update_lock:
-            self.check_adapter_names(name)
+        async with self._lock:
+            self.check_names(name)
             if routed := self._routed_with(name):
                 return self._refused(f"adapter {name!r} is a member of {routed}; unload that first")
-            known, old = self.lora_ref_cache[name], self.lora_registry.get(name)
+            known, old = self.known[name], self.registry.get(name)
             pinned = bool(known.pinned)
             # The old one holds the pin until it is gone.
             result = await self._load(name, path or known.lora_path, pinned and old is None)
@@ -201,45 +210,44 @@ class AdapterLifecycle(Base):
             task.add_done_callback(self._retiring.discard)
         return _reply(result)
 
-    async def unload_lora_adapter(self, obj: Any, _: Any = None) -> Any:
+    async def unload(self, obj: Any) -> Any:
         """Unload an adapter for good: its name is unknown at once, its memory free when its last request has ended."""
-        self.auto_create_handle_loop()
-        async with self.lora_update_lock:
+        async with self._lock:
             if routed := self._routed_with(obj.lora_name):
                 return self._refused(f"adapter {obj.lora_name!r} is a member of {routed}; unload that first")
-            known, ref = self.lora_ref_cache.pop(obj.lora_name, None), self.lora_registry.get(obj.lora_name)
-            self.routed_members.pop(obj.lora_name, None)
+            known, ref = self.known.pop(obj.lora_name, None), self.registry.get(obj.lora_name)
+            self._routed_members.pop(obj.lora_name, None)
             if known is None:
-                return self._refused(str(UnknownAdapterError(str(obj.lora_name), self.lora_ref_cache)))
+                return self._refused(str(UnknownAdapterError(str(obj.lora_name), self.known)))
             if ref is None:  # on disk only
                 return _sgl.LoadLoRAAdapterReqOutput(success=True, loaded_adapters=self._loaded())
-            self.lora_registry.take(obj.lora_name)
+            self.registry.take(obj.lora_name)
         return await self._retire(ref)
 
-    async def pin_lora_adapter(self, name: str, pinned: bool) -> Any:
+    async def pin(self, name: str, pinned: bool) -> Any:
         """Let an adapter keep its device slot, or no longer.
 
         Raises:
             UnknownAdapterResponse: nothing of that name is loaded.
         """
-        self.auto_create_handle_loop()
-        self.check_adapter_names(name)
-        if name in self.routed_members:
+        self.check_names(name)
+        if name in self._routed_members:
             return self._refused("a routed adapter has no slot of its own; pin its members")
-        if self.lora_registry.get(name) is None:
+        if self.registry.get(name) is None:
             await self._revive(name)
-        async with self.lora_update_lock:
-            self.check_adapter_names(name)
+        async with self._lock:
+            self.check_names(name)
             return await self._pin(name, pinned)
 
-    async def list_lora_adapters(self) -> list[dict[str, Any]]:
-        """Every loaded adapter: where its nearest copy is, what it is, who uses it."""
-        self.auto_create_handle_loop()
-        (state, *_) = await self.get_internal_state()
-        held = state["vlora"]["adapters"]
+    def listed(self, held: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+        """Every loaded adapter: where its nearest copy is, what it is, who uses it.
+
+        Args:
+            held: what the engine says of those in its memory, by id.
+        """
         rows = []
-        for name, ref in self.lora_ref_cache.items():
-            here = self.lora_registry.get(name)
+        for name, ref in self.known.items():
+            here = self.registry.get(name)
             known = held.get(here.lora_id, {}) if here is not None else {}
             tier = "disk" if here is None else "host" if known.get("slot") is None else "device"
             rows.append(
@@ -248,7 +256,7 @@ class AdapterLifecycle(Base):
                     "path": ref.lora_path,
                     "pinned": bool(ref.pinned),
                     "residency": tier,
-                    "users": 0 if here is None else self.lora_registry.users(here.lora_id),
+                    "users": 0 if here is None else self.registry.users(here.lora_id),
                     **known,
                 }
             )
@@ -262,72 +270,72 @@ class AdapterLifecycle(Base):
             _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=path, pinned=pinned, lora_id=ref.lora_id)
         )
         if result.success:
-            self.lora_registry.put(ref)
-            self.lora_ref_cache[name] = ref
+            self.registry.put(ref)
+            self.known[name] = ref
             self._note_routed(ref)
             await self._make_room()
         result.loaded_adapters = self._loaded()
         return result
 
     async def _make_room(self) -> None:
-        limit = self.server_args.max_loaded_loras
-        while limit is not None and self.lora_registry.num_registered_loras > limit:
-            ref = self.lora_registry.least_needed(keep={one for some in self.routed_members.values() for one in some})
+        limit = self._server_args.max_loaded_loras
+        while limit is not None and self.registry.num_registered_loras > limit:
+            ref = self.registry.least_needed(keep={one for some in self._routed_members.values() for one in some})
             if ref is None:
                 return
-            self.lora_registry.take(ref.lora_name)
+            self.registry.take(ref.lora_name)
             await self._retire(ref)
 
     async def _pin(self, name: str, pinned: bool) -> Any:
-        old = self.lora_registry.get(name)
+        old = self.registry.get(name)
         # To the engine, a load of an id that it has is a change of its pin.
         result = await self._tell_engine(
             _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=old.lora_path, pinned=pinned, lora_id=old.lora_id)
         )
         if result.success:
             ref = _sgl.LoRARef(lora_id=old.lora_id, lora_name=name, lora_path=old.lora_path, pinned=pinned)
-            self.lora_registry.put(ref, anew=False)
-            self.lora_ref_cache[name] = ref
+            self.registry.put(ref, anew=False)
+            self.known[name] = ref
         return result
 
     async def _retire(self, ref: Any, repin: str | None = None) -> Any:
         """Wait until nobody uses an adapter that has lost its name, and have the engine forget it."""
-        await self.lora_registry.wait_for_unload(ref.lora_id)
+        await self.registry.wait_for_unload(ref.lora_id)
         result = await self._tell_engine(_sgl.UnloadLoRAAdapterReqInput(lora_name=ref.lora_name, lora_id=ref.lora_id))
-        if repin is not None and self.lora_registry.get(repin) is not None:
-            async with self.lora_update_lock:
+        if repin is not None and self.registry.get(repin) is not None:
+            async with self._lock:
                 await self._pin(repin, True)
         result.loaded_adapters = self._loaded()
         return result
 
     async def _tell_engine(self, message: Any) -> Any:
         """What the engine's ranks reply; a failure if any failed."""
-        results = await self.update_lora_adapter_communicator(message)
+        results = await self._ask_ranks(message)
         return next((result for result in results if not result.success), results[0])
 
     def _why_not_load(self, name: Any) -> str | None:
-        args = self.server_args
+        args = self._server_args
         if not args.enable_lora:
             return "adapters are off; start the server with --enable-lora"
         if args.dp_size != 1:
             return f"adapters cannot be loaded at run time with --dp-size={args.dp_size}"
         if not isinstance(name, str) or not name.strip():
             return f"an adapter needs a name, got {name!r}"
-        if name in (self.served_model_name, "default"):
+        if name in (self._base_name(), "default"):
             return f"{name!r} is the base model's name"
         return None
 
     def _note_routed(self, ref: Any) -> None:
-        self.routed_members.pop(ref.lora_name, None)
+        self._routed_members.pop(ref.lora_name, None)
         if is_routed(ref.lora_path):
-            self.routed_members[ref.lora_name] = member_names(ref.lora_path, ref.lora_name)
+            self._routed_members[ref.lora_name] = member_names(ref.lora_path, ref.lora_name)
 
     def _routed_with(self, name: str) -> str:
         """The routed adapters that an adapter is a member of, for a message."""
-        return ", ".join(sorted(routed for routed, members in self.routed_members.items() if name in members))
+        return ", ".join(sorted(routed for routed, members in self._routed_members.items() if name in members))
 
     def _loaded(self) -> dict[str, str]:
-        return {name: ref.lora_path for name, ref in self.lora_ref_cache.items()}
+        return {name: ref.lora_path for name, ref in self.known.items()}
 
     def _refused(self, reason: str) -> Any:
         return _sgl.LoadLoRAAdapterReqOutput(success=False, error_message=reason, loaded_adapters=self._loaded())

@@ -1,4 +1,4 @@
-"""The scheduler's side of an unload: it waits for the rows that still use the adapter.
+"""Unloads that wait for the rows that still use the adapter.
 
 The front of the engine asks for an unload when no request of the adapter is left there. A client that hung up has left
 the front, while its row runs until the scheduler has carried out the abort.
@@ -6,49 +6,34 @@ the front, while its row runs until the scheduler has carried out the abort.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Collection
 
-# SGLang's scheduler, of which this is one side.
-Base: Any = object
+from vlora_sgl._sgl_types import UnloadLoRAAdapterReqInput
 
 
-class AdapterDraining(Base):
-    """Mixed into the scheduler, before SGLang's class."""
+class Draining:
+    """One per scheduler.
 
-    _leaving: list[Any]
+    Args:
+        in_use: ids of the adapters whose requests are in the scheduler now.
+    """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._leaving = []
-        super().__init__(*args, **kwargs)
+    def __init__(self, in_use: Callable[[], Collection[str | None]]) -> None:
+        self._in_use = in_use
+        self._waiting: list[UnloadLoRAAdapterReqInput] = []
 
-    def unload_lora_adapter(self, recv_req: Any) -> Any:
-        """SGLang's reply, or ``None`` while rows use the adapter: the reply follows when they have ended."""
-        if recv_req.lora_id in self._adapters_in_use():
-            self._leaving.append(recv_req)
-            return None
-        return super().unload_lora_adapter(recv_req)
+    def waits(self, unload: UnloadLoRAAdapterReqInput) -> bool:
+        """Whether an unload (SGLang's message) has to wait; then it is kept until ``drained``."""
+        waits = unload.lora_id in self._in_use()
+        if waits:
+            self._waiting.append(unload)
+        return waits
 
-    def process_input_requests(self, recv_reqs: list[Any]) -> None:
-        """SGLang's, then the unloads that have waited long enough. Every iteration of the event loop comes here."""
-        super().process_input_requests(recv_reqs)
-        self._unload_drained()
-
-    def on_idle(self) -> None:
-        """SGLang's, which may sleep until a message comes: not before the last row's adapter is gone."""
-        self._unload_drained()
-        super().on_idle()
-
-    def _unload_drained(self) -> None:
-        if not self._leaving:
-            return
-        used = self._adapters_in_use()
-        ready = [req for req in self._leaving if req.lora_id not in used]
-        self._leaving = [req for req in self._leaving if req.lora_id in used]
-        for req in ready:
-            self.ipc_channels.send_to_tokenizer.send_output(super().unload_lora_adapter(req), req)
-
-    def _adapters_in_use(self) -> set[str | None]:
-        rows = [*self.waiting_queue, *self.grammar_manager.grammar_queue, *self._in_flight()]
-        for batch in (self.running_batch, self.last_batch):
-            rows += batch.reqs if batch is not None else []
-        return {req.lora_id for req in rows}
+    def drained(self) -> list[UnloadLoRAAdapterReqInput]:
+        """The unloads whose adapters nobody uses any more; they wait no longer."""
+        if not self._waiting:
+            return []
+        used = self._in_use()
+        ready = [unload for unload in self._waiting if unload.lora_id not in used]
+        self._waiting = [unload for unload in self._waiting if unload.lora_id in used]
+        return ready

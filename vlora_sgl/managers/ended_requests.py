@@ -13,7 +13,7 @@ KEPT = 256
 """How many ended states are kept at most; the race lasts one turn of the event loop."""
 
 
-class RequestStates(dict[str, Any]):
+class LingeringStates(dict[str, Any]):
     """SGLang's ``rid_to_state``: an ended request is no member, yet ``states[rid]`` still finds it for a while."""
 
     def __init__(self) -> None:

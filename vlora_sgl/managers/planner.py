@@ -10,36 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, ServiceClass
-from vlora_sgl.errors import RequestError
+from vlora_sgl._sgl_types import Req
+from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode
 from vlora_sgl.managers.policies import Policy, QueueState, RequestState, mode_of
 from vlora_sgl.managers.policies.base import Memory, visible
 from vlora_sgl.managers.policies.iteration_log import Iteration
 
-CLASS_KEY = "vlora_class"
-DEADLINE_KEY = "vlora_deadline_ms"
-
 OUTPUT_GUESS = 64.0
 """Output tokens expected of the first requests; after that the running mean of finished ones."""
-
-
-def latency_constraint(custom_params: Mapping[str, Any] | None) -> tuple[ServiceClass, float | None]:
-    """The service class and the deadline (seconds) that a request carries in ``sampling_params.custom_params``.
-
-    Raises:
-        RequestError: an unknown class, or a deadline that is not a positive number of milliseconds.
-    """
-    params = custom_params or {}
-    name, deadline = params.get(CLASS_KEY), params.get(DEADLINE_KEY)
-    try:
-        service = ServiceClass.INTERACTIVE if name is None else ServiceClass(name)
-    except ValueError:
-        raise RequestError(f"{CLASS_KEY} must be one of {', '.join(ServiceClass)}; got {name!r}") from None
-    if deadline is None:
-        return service, None
-    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline < float("inf"):
-        raise RequestError(f"{DEADLINE_KEY} must be a positive number of milliseconds; got {deadline!r}")
-    return service, deadline / 1000
 
 
 class Planner:
@@ -79,7 +57,7 @@ class Planner:
         self._plan: BatchPlan | None = None
         self._order: dict[str, int] = {}
 
-    def next(self, waiting: Sequence[Any], running: Sequence[Any], chunked: Any = None) -> BatchPlan:
+    def next(self, waiting: Sequence[Req], running: Sequence[Req], chunked: Req | None = None) -> BatchPlan:
         """Plan the next iteration.
 
         Args:
@@ -187,11 +165,11 @@ class Planner:
             "costs": self.policy.costs.provenance,
         }
 
-    def _state(self, request: Any) -> RequestState:
+    def _state(self, request: Req) -> RequestState:
         """The request's state, made at first sight."""
         state = self._states.get(request.rid)
         if state is None:
-            service, deadline = latency_constraint(request.sampling_params.custom_params)
+            asked = request.vlora.params
             most = request.sampling_params.max_new_tokens or OUTPUT_GUESS
             state = RequestState(
                 rid=request.rid,
@@ -201,8 +179,8 @@ class Planner:
                 progress=self.clock,
                 prompt=len(request.origin_input_ids),
                 remaining=max(1, round(min(most, self._mean_output))),
-                service=service,
-                deadline=deadline,
+                service=asked.service,
+                deadline=asked.deadline,
             )
             self._arrivals += 1
             self._states[request.rid] = state

@@ -1,26 +1,29 @@
-"""SGLang's scheduler with a plan for every batch: how its adapters are applied, decided just before it runs."""
+"""SGLang's scheduler with adapters, heads and prefix sharing: overrides, and the order in which they ask our parts.
+
+One request: it arrives and gets its ``RequestState`` (``arrived``); each iteration asks whether it ``may_admit`` and
+tells of those that are ``admitted``; the batch is ``formed``, planned and run (``run_batch``); its result is
+``finished``. Each step asks the parts from top to bottom.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vlora_sgl import _sgl
-from vlora_sgl.core import BatchPlan, InferenceMode
-from vlora_sgl.errors import ConfigError
-from vlora_sgl.heads.scheduling import HeadRequests
-from vlora_sgl.lora.slot_residency import SlotResidency
-from vlora_sgl.managers.draining import AdapterDraining
-from vlora_sgl.managers.forced_mode import choose_mode
+from vlora_sgl.core import InferenceMode, RequestParams
+from vlora_sgl.errors import ConfigError, HeadError, RequestError
+from vlora_sgl.heads.scheduling import HeadScheduling
+from vlora_sgl.managers.draining import Draining
 from vlora_sgl.managers.metrics import VLoraMetrics
-from vlora_sgl.managers.planner import Planner
-from vlora_sgl.managers.policies import Limits, Policy, make_policy
-from vlora_sgl.managers.policies.cost_table import CostTable, ModelShape, table_for
-from vlora_sgl.managers.policies.iteration_log import IterationLog
-from vlora_sgl.managers.reuse_metrics import ReuseMetrics
-from vlora_sgl.mem_cache.reuse import PrefixReuse
+from vlora_sgl.managers.planning import PlannedOrder, Planning
+from vlora_sgl.mem_cache.scheduling import PrefixScheduling
+from vlora_sgl.multimodal import encoder_cache
+from vlora_sgl.multimodal.early_encoding import EarlyEncoding
+from vlora_sgl.request import RequestState, tell
 from vlora_sgl.server_args import VLoraArgs, changed_while_serving
 
 logger = logging.getLogger(__name__)
@@ -29,124 +32,183 @@ METRICS_EVERY = 16
 """Decode iterations between two updates of the metrics; prefills always update them."""
 
 
-class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler):
+class VLoraScheduler(_sgl.Scheduler):
     """One per rank, in the scheduler process.
 
-    Before SGLang forms a batch, ``get_new_batch_prefill`` asks the policy for a plan; the plan orders the waiting
-    queue (``PlannedOrder``) and vetoes requests (``_can_schedule_lora_req``). SGLang forms the batch; ``run_batch``
-    settles the plan on the final batch (vetoes, chunking and retraction are behind it) and hands it to the LoRA
-    manager, which carries it out on the forward stream.
+    Attributes:
+        heads: which head a request means; nothing is decoded for it.
+        prefixes: who computes a request's KV, and who waits for whom.
+        early_encoding: the image encoder, started before a batch is formed.
+        draining: unloads that wait for their adapter's last row.
+        planning: which requests run, and how their adapters are applied; ``None`` when LoRA is off.
+        metrics: ours on SGLang's Prometheus endpoint; ``None`` without one, or when LoRA is off.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.vlora_args = VLoraArgs.from_environment()
-        self.batches_by_mode = dict.fromkeys(InferenceMode, 0)
         super().__init__(*args, **kwargs)
+        runner = self.tp_worker.model_runner
+        self.embeddings = encoder_cache.install(self.vlora_args.encoder_cache_mb)
+        self.heads = HeadScheduling(self.model_config.hf_config)
+        self.prefixes = PrefixScheduling(self.tree_cache, runner, self.embeddings)
+        self.early_encoding = EarlyEncoding(runner, self.embeddings, self._on_forward_stream, self.prefixes.cached)
+        self.draining = Draining(self._adapters_in_use)
+        self.planning: Planning | None = None
+        self.metrics: VLoraMetrics | None = None
+        if self.enable_lora:
+            config, logs = self.model_config.hf_text_config, self.ps.tp_rank == 0
+            self.planning = Planning(
+                self.vlora_args, self.lora_manager, config, self.device, self.max_running_requests, logs
+            )
+            self.policy: Any = PlannedOrder(self.policy, self.planning.planner)
+            collector = getattr(self.metrics_reporter, "metrics_collector", None)
+            self.metrics = None if collector is None else VLoraMetrics(collector.labels)
 
     @property
     def lora_manager(self) -> Any:
         """This rank's LoRA manager, or ``None`` when LoRA is off."""
         return getattr(self.tp_worker.model_runner, "lora_manager", None)
 
-    def init_schedule_policy(self) -> None:
-        """Put the plan's order behind SGLang's own."""
-        super().init_schedule_policy()
-        self.planner: Planner | None = None
-        self.iteration_log: IterationLog | None = None
-        if self.enable_lora:
-            self.planner = self._make_planner()
-            if self.vlora_args.iteration_log is not None and self.ps.tp_rank == 0:
-                self.iteration_log = IterationLog(Path(self.vlora_args.iteration_log), self.planner.policy.costs)
-            self.policy: Any = PlannedOrder(self.policy, self.planner)
-            pool = self.lora_manager.memory_pool
-            self.residency = SlotResidency(memory=self.lora_manager.max_loras_per_batch)
-            for uid in pool.uid_to_buffer_id:
-                self.residency.mark_used(uid)
-            pool.eviction_policy = self.residency
-            collector = getattr(self.metrics_reporter, "metrics_collector", None)
-            self.metrics = None if collector is None else VLoraMetrics(collector.labels)
-            self.reuse_metrics = None if collector is None else ReuseMetrics(collector.labels)
+    # A request comes
 
-    def _make_planner(self) -> Planner:
-        args, config = self.vlora_args, self.model_config.hf_text_config
-        shape = ModelShape(
-            hidden=config.hidden_size,
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
-            intermediate=getattr(config, "intermediate_size", 4 * config.hidden_size),
-            vocabulary=config.vocab_size,
-            rank=self.lora_manager.max_lora_rank,
-        )
-        costs = table_for(device_name(self.device), shape, args.cost_table)
-        logger.info("policy %s with costs: %s", args.policy, costs.provenance)
-        # SGLang counts the base model as an adapter that holds a slot.
-        return Planner(
-            self._make_policy(costs),
-            max_batch=self.max_running_requests,
-            max_adapters=max(1, self.lora_manager.max_loras_per_batch - 1),
-            can_merge=self.lora_manager.switcher is not None,
-            fits=self.lora_manager.validate_lora_batch if self.lora_manager.slot_ranks else None,
-        )
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        """SGLang's, once our parts know the request; it comes here again when it was retracted."""
+        if getattr(req, "vlora", None) is None:
+            self.arrived(req)
+        else:
+            self.prefixes.returned(req)
+        super()._add_request_to_queue(req, is_retracted)
+        if not is_retracted and self._came_alone(req):
+            self.early_encoding.came_alone(req)
 
-    def _make_policy(self, costs: CostTable) -> Policy:
-        args = self.vlora_args
-        return make_policy(args.policy, costs, Limits(theta=args.theta, wait_bound=args.wait_bound))
+    def arrived(self, req: Any) -> None:
+        """Read what a request asks, find its head, settle who computes its KV; a head may want it computed anew."""
+        adapter = self.lora_manager.described[req.lora_id] if req.lora_id is not None else None
+        req.vlora = RequestState(RequestParams(), adapter)
+        if req.to_finish is None:  # SGLang has nothing against it
+            try:
+                req.vlora.params = RequestParams.of(req.sampling_params)
+                self.heads.arrived(req)
+            except (RequestError, HeadError) as error:
+                req.set_finish_with_abort(str(error))
+        self.prefixes.arrived(req)
+        self.heads.recall(req)
+
+    def _came_alone(self, req: Any) -> bool:
+        """Whether nothing runs or is in flight, and the queue holds this request alone; SGLang may have refused it."""
+        idle = self.running_batch.is_empty() and self.last_batch is None and self.chunked_req is None
+        return idle and not self._engine_paused and self.waiting_queue == [req]
+
+    # A batch is formed
+
+    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
+        """SGLang's, after rows that only wait for a head's answer have left."""
+        self.heads.before_decoding(running_batch, last_batch, self.chunked_req)
+        return super().get_next_batch_to_run(running_batch, last_batch)
 
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
         """Plan the iteration, then let SGLang form a prefill batch within the plan."""
-        if self.planner is not None:
-            running = [req for req in running_batch.reqs if not req.finished()]
-            self.planner.merged = self.lora_manager.merged  # an unload or a weight update may have unmerged
-            plan = self.planner.next(self.waiting_queue, running, self.chunked_req)
-            self.residency.want([plan.merged_adapter, *(req.lora_id for req in (*running, *self.waiting_queue))])
-        return super().get_new_batch_prefill(running_batch)
+        if self.planning is not None:
+            self.planning.begin(self.waiting_queue, running_batch.reqs, self.chunked_req)
+        self.prefixes.begin(self.waiting_queue, self._in_flight(), self.chunked_req)
+        self.early_encoding.begin()
+        formed = super().get_new_batch_prefill(running_batch)
+        if formed.batch_to_run is not None:
+            self.prefixes.formed(formed.batch_to_run.reqs)
+        return formed
 
     def _can_schedule_lora_req(self, req: Any, running_loras: set[str | None]) -> bool:
-        """Whether the plan and SGLang both let this request in now."""
-        # A forced mode takes every request as it comes.
-        if self.planner is None or self.vlora_args.mode != "auto" or self.planner.planned(req.rid):
-            return bool(super()._can_schedule_lora_req(req, running_loras))
-        if self.enable_lora_overlap_loading:
-            # Not its turn yet, but its adapter may come in on the side stream meanwhile, if a slot is free for it.
-            self.lora_overlap_loader.try_overlap_load_lora(req.lora_id, running_loras)
-        return False
+        """Whether this request goes into the batch that SGLang is forming."""
+        # SGLang asks this of each waiting request, and after a yes matches its prefix in the tree at once. Between the
+        # two it calls nothing of ours, and the match must see what ``admitted`` promises: so a yes is acted on here.
+        # SGLang may still find no memory for the request and stop; it then asks again in the next iteration.
+        if not self.may_admit(req):
+            if self.enable_lora_overlap_loading and not self._planned(req):
+                # Its adapter may come in on the side stream meanwhile, if a slot is free for it.
+                self.lora_overlap_loader.try_overlap_load_lora(req.lora_id, running_loras)
+            return False
+        if not super()._can_schedule_lora_req(req, running_loras):
+            return False
+        self.admitted(req)
+        return True
 
-    def plan(self, batch: Any) -> BatchPlan:
-        """The plan of a batch that is about to run: the policy's, cut to SGLang's rows, or the forced mode."""
-        assert self.planner is not None
-        manager, adapters = self.lora_manager, [req.lora_id for req in batch.reqs]
-        if self.vlora_args.mode == "auto":
-            return self.planner.settle([(req.rid, req.lora_id) for req in batch.reqs])
-        mode, merged = choose_mode(
-            adapters, self.vlora_args.mode, manager.merged, lambda adapter: manager.refusal(adapter) is None
-        )
-        return BatchPlan(tuple(req.rid for req in batch.reqs), mode, merged)
+    def may_admit(self, req: Any) -> bool:
+        """Whether the plan has this request, and its prefix need not be waited for. Asking changes nothing."""
+        return self._planned(req) and self.prefixes.may_admit(req)
+
+    def admitted(self, req: Any) -> None:
+        """Promise its prefix to the tree, or let it lead others; start its images, if it is the batch's first."""
+        self.prefixes.admitted(req)
+        self.early_encoding.admitted(req)
+
+    def _planned(self, req: Any) -> bool:
+        return self.planning is None or self.planning.may_admit(req)
+
+    # A batch runs
 
     def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
-        """Plan the batch, hand the plan on, and run it."""
-        if self.planner is None or batch.forward_mode.is_idle():
+        """Settle the plan on the batch as it stands (vetoes, chunks and retraction are behind it), and run it."""
+        if self.planning is None or batch.forward_mode.is_idle():
             return super().run_batch(batch, pp_proxy_tensors)
-        # The manager's word counts: it runs unmerged what it cannot merge.
-        plan = self.lora_manager.set_plan(self.plan(batch), self.place_invocations(batch))
-        self.batches_by_mode[plan.mode] += 1
-        prefill = batch.forward_mode.is_extend()
-        tokens = batch.extend_lens if prefill else [1] * len(batch.reqs)
-        rows = list(zip((req.lora_id for req in batch.reqs), tokens, strict=True))
-        iteration = self.planner.ran(plan, rows, prefill)
-        if self.iteration_log is not None:
-            self.iteration_log.launched(self.forward_ct + 1, iteration)
-        if self.metrics is not None and (prefill or self.forward_ct % METRICS_EVERY == 0):
-            self.update_metrics()
+        plan = self.planning.settle(batch)
+        self.lora_manager.set_plan(plan)
+        self.planning.launched(plan, batch, self.forward_ct + 1)
+        if self.metrics is not None and (batch.forward_mode.is_extend() or self.forward_ct % METRICS_EVERY == 0):
+            self.update_metrics(self.metrics, self.planning)
         result = super().run_batch(batch, pp_proxy_tensors)
-        trace_mode(batch, result, plan)
+        result.vlora_mode = plan.mode
         return result
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
-        """SGLang's, after noting the time."""
+        """SGLang's, which sends tokens out, once they carry what their clients are told."""
+        self.heads.finished(batch.reqs if batch.forward_mode.is_extend() else (), result)
+        tell(batch.reqs, getattr(result, "logits_output", None), getattr(result, "vlora_mode", None))
         super().process_batch_result(batch, result)
-        if self.iteration_log is not None:
-            self.iteration_log.done(batch.forward_iter)
+        if self.planning is not None:
+            self.planning.finished(batch.forward_iter)
+
+    @contextmanager
+    def _on_forward_stream(self) -> Iterator[None]:
+        if not self.enable_overlap:
+            yield
+            return
+        with self.forward_stream_ctx:
+            self.forward_stream.wait_stream(self.schedule_stream)
+            yield
+
+    def _in_flight(self) -> list[Any]:
+        """Requests whose prefill is under way, so that their KV is not in the tree yet."""
+        last, chunked = self.last_batch, self.chunked_req
+        in_flight = list(last.reqs) if last is not None and last.forward_mode.is_extend() else []
+        return [*in_flight, *([chunked] if chunked is not None else ()), *self.heads.under_way]
+
+    # An adapter leaves
+
+    def unload_lora_adapter(self, recv_req: Any) -> Any:
+        """SGLang's reply, or ``None`` while rows use the adapter: the reply follows when they have ended."""
+        return None if self.draining.waits(recv_req) else super().unload_lora_adapter(recv_req)
+
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        """SGLang's, then the unloads that have waited long enough. Every iteration of the event loop comes here."""
+        super().process_input_requests(recv_reqs)
+        self._unload_drained()
+
+    def on_idle(self) -> None:
+        """SGLang's, which may sleep until a message comes: not before the last row's adapter is gone."""
+        self._unload_drained()
+        super().on_idle()
+
+    def _unload_drained(self) -> None:
+        for req in self.draining.drained():
+            self.ipc_channels.send_to_tokenizer.send_output(super().unload_lora_adapter(req), req)
+
+    def _adapters_in_use(self) -> set[str | None]:
+        rows = [*self.waiting_queue, *self.grammar_manager.grammar_queue, *self._in_flight()]
+        for batch in (self.running_batch, self.last_batch):
+            rows += batch.reqs if batch is not None else []
+        return {req.lora_id for req in rows}
+
+    # Somebody asks
 
     def set_internal_state(self, recv_req: Any) -> Any:
         """SGLang's, and ours (``POST /set_internal_state``): thresholds, policy and mode of a running server.
@@ -161,23 +223,22 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
         except ConfigError as error:
             logger.warning("settings unchanged: %s", error)
             return _sgl.SetInternalStateReqOutput(updated=False)
-        if self.planner is not None:
-            self.planner.use(self._make_policy(self.planner.policy.costs))
+        if self.planning is not None:
+            self.planning.change(self.vlora_args)
         return _sgl.SetInternalStateReqOutput(updated=True)
 
-    def update_metrics(self) -> None:
+    def update_metrics(self, metrics: VLoraMetrics, planning: Planning) -> None:
         """Bring the Prometheus gauges up to date."""
-        assert self.planner is not None and self.metrics is not None and self.reuse_metrics is not None
-        self.reuse_metrics.update(self.reuse_state(), self.encoder_cache.state(), self.head_totals)
 
         def by_name(reqs: Any) -> Counter[str]:
             refs = self.lora_manager.lora_refs
             return Counter(refs[r.lora_id].lora_name if r.lora_id in refs else "base" for r in reqs)
 
-        self.metrics.update(
-            {str(mode): count for mode, count in self.batches_by_mode.items()},
-            self.planner.state(),
-            self.residency.state(),
+        metrics.update_reuse(self.prefixes.state(), self.embeddings.state(), self.heads.totals)
+        metrics.update(
+            {str(mode): count for mode, count in planning.batches_by_mode.items()},
+            planning.planner.state(),
+            planning.residency.state(),
             len(self.lora_manager.loras),
             by_name(self.waiting_queue),
             by_name(self.running_batch.reqs),
@@ -191,59 +252,20 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
 
     def vlora_state(self) -> dict[str, Any]:
         """What ``/server_info`` shows about us: JSON scalars, lists and dicts only."""
-        runner = self.tp_worker.model_runner
+        runner, manager = self.tp_worker.model_runner, self.lora_manager
+        modes = self.planning.batches_by_mode if self.planning is not None else dict.fromkeys(InferenceMode, 0)
         graphs = runner.vision_graphs
         return {
             "scheduler": type(self).__name__,
             "mode": self.vlora_args.mode,
             "policy": self.vlora_args.policy,
-            "batches_by_mode": {str(mode): count for mode, count in self.batches_by_mode.items()},
-            "plan": {**self.planner.state(), "slots": self.residency.state()} if self.planner is not None else None,
-            **(self.lora_manager.mode_state() if self.lora_manager is not None else {}),
-            "reuse": self.reuse_state(),
-            "encoder": {**self.encoder_cache.state(), **(graphs.state() if graphs is not None else {})},
+            "batches_by_mode": {str(mode): count for mode, count in modes.items()},
+            "plan": self.planning.state() if self.planning is not None else None,
+            **(manager.mode_state() if manager is not None else {}),
+            "reuse": self.prefixes.state(),
+            "encoder": {**self.embeddings.state(), **(graphs.state() if graphs is not None else {})},
             "prefill_graphs": getattr(runner.prefill_cuda_graph_runner, "replays", None),
-            "heads": self.head_totals,
-            "adapters": self.lora_manager.adapter_state() if self.lora_manager is not None else {},
-            "pool": self.lora_manager.pool_state() if self.lora_manager is not None else None,
+            "heads": self.heads.totals,
+            "adapters": manager.adapter_state() if manager is not None else {},
+            "pool": manager.pool_state() if manager is not None else None,
         }
-
-
-def trace_mode(batch: Any, result: Any, plan: BatchPlan) -> None:
-    """Add the mode of this step to the answers of requests with ``custom_params={"vlora_trace": true}``.
-
-    Their ``meta_info["vlora"]`` becomes a list with one mode per output token, the first that of the prefill. Batches
-    without such a request pay nothing.
-    """
-    asked = [bool((req.sampling_params.custom_params or {}).get("vlora_trace")) for req in batch.reqs]
-    output = getattr(result, "logits_output", None)
-    if output is not None and any(asked):
-        modes = [str(plan.mode) if wanted else None for wanted in asked]
-        output.customized_info = {**(output.customized_info or {}), "vlora": modes}
-
-
-class PlannedOrder:
-    """SGLang's schedule policy, after which the waiting queue is put into the plan's order (stable).
-
-    Args:
-        inner: SGLang's own; everything but ``calc_priority`` is its.
-        planner: holds the plan.
-    """
-
-    def __init__(self, inner: Any, planner: Planner) -> None:
-        self.inner, self.planner = inner, planner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def calc_priority(self, waiting_queue: list[Any], running_batch: Any = None) -> None:
-        """Sort in place: SGLang's order, then the planned requests first, in their order."""
-        self.inner.calc_priority(waiting_queue, running_batch)
-        waiting_queue.sort(key=lambda req: self.planner.place(req.rid))
-
-
-def device_name(device: str) -> str:
-    """The card's name, or ``cpu``."""
-    import torch
-
-    return torch.cuda.get_device_name() if device == "cuda" else device

@@ -1,4 +1,4 @@
-"""Names of adapters on the way in: which adapter a request means, and a clear answer where there is none."""
+"""The front of the engine: what a request asks and which adapters it means; what is told of its answer."""
 
 from __future__ import annotations
 
@@ -9,35 +9,59 @@ from typing import Any
 import torch
 
 from vlora_sgl import _sgl
-from vlora_sgl.heads.requests import HEAD_KEY, answer_text, check_head_requests, head_of
+from vlora_sgl.core import RequestParams
+from vlora_sgl.heads.requests import answer_text, check_head_requests
 from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
 from vlora_sgl.managers import tensor_pickle
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse, UnknownModelResponse
-from vlora_sgl.managers.ended_requests import RequestStates
-from vlora_sgl.managers.planner import latency_constraint
-
-OUR_META_INFO = frozenset({"vlora_reuse", HEAD_KEY})
-"""Keys of ``meta_info`` that the scheduler fills: what a request reused, and what its head said."""
+from vlora_sgl.managers.ended_requests import LingeringStates
+from vlora_sgl.request import show
 
 
-class VLoraTokenizerManager(AdapterLifecycle, _sgl.TokenizerManager):
-    """SGLang's tokenizer manager, which resolves adapter names before a request enters the engine."""
+class VLoraTokenizerManager(_sgl.TokenizerManager):
+    """SGLang's tokenizer manager, which resolves adapter names and reads requests before they enter the engine.
+
+    Attributes:
+        adapters: which adapters there are, in memory and on disk.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rid_to_state = RequestStates()
+        self.rid_to_state = LingeringStates()
         exported = read_exported(self.server_args.model_path)
         # Where the caller chose other adapters, names mean what they mean in any other engine.
         self.exported = exported if exported is not None and BASE_DELTA in self.lora_ref_cache else None
 
-    async def _tokenize_one_request(self, obj: Any) -> Any:
-        """Tokenize, once the latency constraint is known to be one, and hash the images.
+    # A request comes
+
+    async def _validate_and_resolve_lora(self, obj: Any) -> None:
+        """Read what a request asks of us, check what it says of heads and images, then SGLang's resolution.
 
         Raises:
-            RequestError: an unknown service class or a deadline that is none (a 400 in both protocols).
+            RequestError, HeadError: it asks for what there is not (a 400 in both protocols).
         """
-        if isinstance(obj.sampling_params, dict):
-            latency_constraint(obj.sampling_params.get("custom_params"))
+        given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
+        asked = [RequestParams.of(one) for one in given]
+        check_head_requests(obj, asked, self.lora_ref_cache)
+        if self.exported is not None:
+            serve_from_exported(obj, asked, self.exported)
+        # SGLang would take a caller's word for the content of an image, and so serve one image's KV for another.
+        if getattr(obj, "mm_hashes", None):
+            obj.mm_hashes = None
+        forget_claimed_hashes(getattr(obj, "image_data", None))
+        await super()._validate_and_resolve_lora(obj)
+
+    async def _resolve_lora_path(self, obj: Any) -> None:
+        """SGLang's names to ids, once all are in memory.
+
+        Raises:
+            UnknownAdapterResponse: a name that is not loaded.
+        """
+        await self.adapters.bring_in(obj.lora_path)
+        await super()._resolve_lora_path(obj)
+
+    async def _tokenize_one_request(self, obj: Any) -> Any:
+        """SGLang's, with hashes for the images."""
         tokenized = await super()._tokenize_one_request(obj)
         await hash_images(getattr(tokenized, "mm_inputs", None))
         return tokenized
@@ -50,43 +74,50 @@ class VLoraTokenizerManager(AdapterLifecycle, _sgl.TokenizerManager):
             super()._dispatch_to_scheduler(obj)
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """SGLang's answers. What we say of a request travels as its first token's info; show it as one value.
-
-        ``meta_info["vlora"]["adapter"]`` says which adapter served.
-        """
+        """SGLang's answers, with what we say of each as one dict: ``meta_info["vlora"]``."""
         asked = obj.lora_path
         obj.lora_id = None  # the engine's own name for an adapter; an id that it does not know would end it
         answers = super().generate_request(obj, request)
         try:
             async for out in answers:
-                for one in out if isinstance(out, list) else (out,):
-                    meta_info = one.get("meta_info", {})
-                    for key in OUR_META_INFO & meta_info.keys():
-                        value = next(iter(meta_info.pop(key)), None)
-                        if value is not None:
-                            meta_info[key] = value
-                    if HEAD_KEY in meta_info:
-                        one["text"] = answer_text(meta_info[HEAD_KEY])  # the sampled token means nothing
-                name_adapters(out, asked)
+                show_all(out, asked)
                 yield out
         finally:
             await answers.aclose()
-            await self.lora_registry.let_go(obj.lora_id)
+            await self.adapters.registry.let_go(obj.lora_id)
 
-    async def _validate_and_resolve_lora(self, obj: Any) -> None:
-        """Check what a request says of heads and images, then SGLang's resolution.
+    # Adapters come and go
 
-        Raises:
-            HeadError: a head that its adapter does not have, or that lacks its image.
-        """
-        check_head_requests(obj, self.lora_ref_cache)
-        if self.exported is not None:
-            serve_from_exported(obj, self.exported)
-        # SGLang would take a caller's word for the content of an image, and so serve one image's KV for another.
-        if getattr(obj, "mm_hashes", None):
-            obj.mm_hashes = None
-        forget_claimed_hashes(getattr(obj, "image_data", None))
-        await super()._validate_and_resolve_lora(obj)
+    def init_lora(self) -> None:
+        """SGLang's, with our registry."""
+        super().init_lora()
+        known, lock = self.lora_ref_cache, self.lora_update_lock
+        self.adapters = AdapterLifecycle(
+            self.server_args, lambda: self.served_model_name, known, lock, self._ask_ranks
+        )
+        self.lora_registry = self.adapters.registry
+
+    async def _ask_ranks(self, message: Any) -> list[Any]:
+        self.auto_create_handle_loop()
+        return list(await self.update_lora_adapter_communicator(message))
+
+    async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
+        """Load an adapter (see ``AdapterLifecycle.load``)."""
+        return await self.adapters.load(obj)
+
+    async def load_lora_adapter_from_tensors(self, obj: Any, _: Any = None) -> Any:
+        """Refuses: these tensors arrive pickled."""
+        return self.adapters.refuse_tensors()
+
+    async def unload_lora_adapter(self, obj: Any, _: Any = None) -> Any:
+        """Unload an adapter for good (see ``AdapterLifecycle.unload``)."""
+        return await self.adapters.unload(obj)
+
+    async def list_lora_adapters(self) -> list[dict[str, Any]]:
+        """Every loaded adapter: where its nearest copy is, what it is, who uses it."""
+        self.auto_create_handle_loop()
+        (state, *_) = await self.get_internal_state()
+        return self.adapters.listed(state["vlora"]["adapters"])
 
 
 async def hash_images(inputs: Any) -> None:
@@ -116,29 +147,29 @@ def forget_claimed_hashes(image_data: Any) -> None:
         image_data.pop("pad_value", None)
 
 
-def serve_from_exported(obj: Any, exported: ExportedModel) -> None:
+def serve_from_exported(obj: Any, asked: Sequence[RequestParams], exported: ExportedModel) -> None:
     """Turn the names in a request (SGLang's, normalised) into an exported model's adapters, in place."""
-    single = obj.is_single
-    given = [obj.sampling_params] if single else obj.sampling_params
-    names = [obj.lora_path] if single else obj.lora_path or [None] * len(given)
-    served = [
-        exported.serving(name, head_of(parameters) is not None) for name, parameters in zip(names, given, strict=True)
-    ]
-    obj.lora_path = served[0] if single else served
+    names = [obj.lora_path] if obj.is_single else obj.lora_path or [None] * len(asked)
+    served = [exported.serving(name, one.head is not None) for name, one in zip(names, asked, strict=True)]
+    obj.lora_path = served[0] if obj.is_single else served
     # SGLang made these before, and releases adapters by them.
     for index, one in obj.__dict__.get("_sub_obj_cache", {}).items():
         one.lora_path = served[index]
 
 
-def name_adapters(output: Any, names: str | Sequence[str | None] | None) -> None:
-    """Write the adapter's name into one answer, or into each of a batch's answers, in place."""
-    answers = output if isinstance(output, list) else [output]
-    for position, answer in enumerate(answers):
+def show_all(output: Any, names: str | Sequence[str | None] | None) -> None:
+    """Show what we say of one answer, or of each of a batch's, in place.
+
+    Args:
+        output: SGLang's answer or answers.
+        names: the adapter that was asked for, or each row's.
+    """
+    for position, answer in enumerate(output if isinstance(output, list) else [output]):
         index = answer.get("index", position)
-        served = names[index] if isinstance(names, list) and index < len(names) else names
-        ours = answer.get("meta_info", {}).setdefault("vlora", {})
-        if isinstance(ours, dict):
-            ours["adapter"] = served
+        name: Any = names[index] if isinstance(names, list) and index < len(names) else names
+        shown = show(answer.get("meta_info", {}), name)
+        if "head" in shown:
+            answer["text"] = answer_text(shown["head"])  # the sampled token means nothing
 
 
 def resolve_model_name(original: Any, self: Any, request_model: str, explicit_lora_path: Any) -> Any:

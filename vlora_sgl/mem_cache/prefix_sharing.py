@@ -11,11 +11,13 @@ read in a batch of its own that runs later.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import Req, TreeNode
 from vlora_sgl.mem_cache.radix_cache import VLoraRadixCache
 
 WRITES_FIRST = frozenset({"FlashAttentionBackend", "TorchNativeAttnBackend", "TritonAttnBackend"})
@@ -48,32 +50,37 @@ class PrefixSharing:
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
-        self._promised: list[tuple[Any, int]] = []
+        self._promised: list[tuple[Req, int]] = []
 
-    def promise(self, leader: Any, length: int) -> bool:
-        """Put the first ``length`` tokens of a request in the tree, if the batch being formed computes all that lacks.
-
-        The leader holds the node from now on, as if its prefix had been cached already.
+    def can_promise(self, leader: Req, length: int) -> bool:
+        """Whether the batch being formed computes all that the tree lacks of a request's first ``length`` tokens.
 
         Args:
             leader: SGLang's ``Req``, admitted to the batch.
             length: the prefix that followers share.
         """
-        tree, tokens, start = self._tree, leader.origin_input_ids[:length], leader.cache_protected_len
+        start = leader.cache_protected_len
         # More in the tree than the leader took (it wants logprobs, or another leader's promise begins with the same
         # words): it computes those tokens for itself alone.
-        if leader.extend_range.end < length or tree.matched_length(tokens, leader.extra_key) != start:
-            return False
+        return start < length <= leader.extend_range.end and start == self._tree.matched_length(
+            leader.origin_input_ids[:length], leader.vlora.identity
+        )
+
+    def promise(self, leader: Req, length: int) -> None:
+        """Put a prefix that can be promised in the tree.
+
+        The leader holds the node from now on, as if its prefix had been cached already.
+        """
+        tree, tokens = self._tree, leader.origin_input_ids[:length]
         value = torch.full((length,), NO_SLOT, dtype=torch.int64, device=tree.device)
-        key = _sgl.RadixKey(tokens, leader.extra_key)
-        node = tree.insert(_sgl.InsertParams(key=key, value=value)).last_device_node
+        with tree.keys_of(leader.vlora.identity):
+            node = tree.insert(_sgl.InsertParams(key=_sgl.RadixKey(tokens), value=value)).last_device_node
         tree.inc_lock_ref(node)
         tree.dec_lock_ref(leader.last_node)
+        self._promised.append((leader, leader.cache_protected_len))
         leader.last_node, leader.cache_protected_len = node, length
-        self._promised.append((leader, start))
-        return True
 
-    def fulfil(self, reqs: list[Any]) -> None:
+    def fulfil(self, reqs: Sequence[Req]) -> None:
         """Give promised nodes the slots that the batch got, and tell the requests that took them.
 
         Args:
@@ -94,7 +101,7 @@ class PrefixSharing:
                 table.write((req.req_pool_idx, slice(0, len(req.prefix_indices))), req.prefix_indices)
         self._promised.clear()
 
-    def _path(self, node: Any) -> list[Any]:
+    def _path(self, node: TreeNode) -> list[TreeNode]:
         path = []
         while node is not self._tree.root_node:
             path.append(node)

@@ -10,10 +10,12 @@ takes the host a fraction of a millisecond; a graph computes the same bits alone
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import Req
 from vlora_sgl.multimodal.encoder_cache import EncoderCache
 from vlora_sgl.multimodal.feature_offload import offloader
 from vlora_sgl.multimodal.vision_graphs import VisionGraphs
@@ -46,3 +48,57 @@ def encode_ahead(model: Any, graphs: VisionGraphs, cache: EncoderCache, items: S
     for key, embedding in zip(missing, embeddings.split(lengths), strict=True):
         cache.set_ahead(key, _sgl.EmbeddingResult(embedding=embedding))
     return len(images)
+
+
+class EarlyEncoding:
+    """One per scheduler: starts the encoder for the first request of a batch.
+
+    Args:
+        runner: SGLang's model runner, with our ``vision_graphs``.
+        cache: keeps the embeddings until the batch asks for them.
+        on_forward_stream: what is launched inside runs behind the batches launched so far.
+        cached: tokens that a request would take from the prefix cache, or ``None`` if that is not known.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        cache: EncoderCache,
+        on_forward_stream: Callable[[], AbstractContextManager[None]],
+        cached: Callable[[Req], int | None],
+    ) -> None:
+        self._runner, self._cache, self._on_forward_stream, self._cached = runner, cache, on_forward_stream, cached
+        self._first = False  # whether the next request that is admitted is its batch's first
+        self._started: Req | None = None  # the last request that was looked at
+
+    def came_alone(self, req: Req) -> None:
+        """A request came to an idle scheduler. Where this starts nothing, its admission looks again."""
+        if self.encode(req):
+            self._started = req
+
+    def begin(self) -> None:
+        """A batch is about to be formed."""
+        self._first = True
+
+    def admitted(self, req: Req) -> None:
+        """Start the first of a batch; once, as it may be refused for want of memory, and come every iteration."""
+        if self._first and req is not self._started:
+            self._started = req
+            self.encode(req)
+        self._first = False
+
+    def encode(self, req: Req) -> int:
+        """Start the encoder for a request's images; where its adapter changes the encoder, the batch has to.
+
+        Returns:
+            How many images were started.
+        """
+        graphs, adapter = self._runner.vision_graphs, req.vlora.adapter
+        changed = adapter is not None and adapter.tower is not None
+        if req.multimodal_inputs is None or graphs is None or changed or not self._cache.max_size:
+            return 0
+        start = self._cached(req)
+        if start is None:
+            return 0
+        with self._on_forward_stream():
+            return encode_ahead(self._runner.model, graphs, self._cache, req.multimodal_inputs.mm_items, start)

@@ -62,7 +62,7 @@ class EncoderCache(_sgl.MultiModalStaticCache):
         return found
 
     def state(self) -> dict[str, int]:
-        """Figures for ``/vlora/stats`` and the metrics."""
+        """Figures for ``/server_info`` and the metrics."""
         return {
             "hits": self.hits,
             "misses": self.misses,

@@ -81,7 +81,7 @@ class VisionGraphs:
         return self._graphs[grid](x)
 
     def state(self) -> dict[str, int]:
-        """Figures for ``/vlora/stats``."""
+        """Figures for ``/server_info``."""
         return {"graphs": len(self._graphs), "graph_replays": self.replays}
 
     def _due(self, grid: Grid) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vlora_sgl import _sgl
-from vlora_sgl.core import AdapterId, BatchPlan
+from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.heads.store import load_heads, read_description
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Pairs
@@ -163,10 +163,6 @@ class RoutingLoRAManager(DescribedLoRAManager):
         if adapter in self.routed:
             return "it is a routed adapter, and differs from token to token"
         return super().refusal(adapter)
-
-    def set_plan(self, plan: BatchPlan, adapters: Sequence[AdapterId] = ()) -> BatchPlan:
-        """As the base class's, the members of routed adapters counted."""
-        return super().set_plan(plan, sorted(self._with_members(adapters), key=str))
 
     def validate_lora_batch(self, lora_ids: set[AdapterId]) -> bool:
         """As the base class's, the members of routed adapters counted."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from vlora_sgl.managers.reuse_metrics import TOKENS, ReuseMetrics
+from vlora_sgl.managers.metrics import TOKENS, VLoraMetrics
 from vlora_sgl.mem_cache.radix_cache import Reuse, ReuseTotals
 
 
 def test_totals_arrive_under_their_labels() -> None:
     registry = CollectorRegistry()
-    metrics = ReuseMetrics({"model": "m"}, registry)
+    metrics = VLoraMetrics({"model": "m"}, registry)
     totals = ReuseTotals()
     totals.add(Reuse(100, 60, 70, 30, 40, 20, 1, 2))
-    state = {name: getattr(totals, name) for name in TOKENS.values()}
-    metrics.update(state, {"hits": 5, "misses": 6}, {"requests": 9, "remembered": 4})
+    state = {f"{kind}_tokens": getattr(totals, f"{kind}_tokens") for kind in TOKENS}
+    metrics.update_reuse(state, {"hits": 5, "misses": 6}, {"requests": 9, "remembered": 4})
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"vlora:{name}", {"model": "m", **labels})

@@ -1,0 +1,157 @@
+"""Planning in the scheduler: which requests an iteration may take, and how the batch that was formed is run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlora_sgl._sgl_types import Req, ScheduleBatch
+from vlora_sgl.core import BatchPlan, InferenceMode
+from vlora_sgl.lora.slot_residency import SlotResidency
+from vlora_sgl.managers.forced_mode import forced_mode
+from vlora_sgl.managers.planner import Planner
+from vlora_sgl.managers.policies import Limits, Policy, make_policy
+from vlora_sgl.managers.policies.cost_table import CostTable, ModelShape, table_for
+from vlora_sgl.managers.policies.iteration_log import IterationLog
+from vlora_sgl.server_args import VLoraArgs
+
+logger = logging.getLogger(__name__)
+
+
+class Planning:
+    """One per scheduler that serves adapters.
+
+    Args:
+        args: our settings.
+        lora_manager: this rank's.
+        hf_config: the language model's configuration.
+        device: ``cuda`` or ``cpu``.
+        max_batch: most requests that run at once.
+        logs: whether this rank writes the iteration log, if one is asked for.
+
+    Attributes:
+        batches_by_mode: batches run so far.
+        residency: which adapters keep their device slots.
+    """
+
+    def __init__(
+        self, args: VLoraArgs, lora_manager: Any, hf_config: Any, device: str, max_batch: int, logs: bool
+    ) -> None:
+        self.args, self.lora_manager = args, lora_manager
+        self.batches_by_mode = dict.fromkeys(InferenceMode, 0)
+        shape = ModelShape(
+            hidden=hf_config.hidden_size,
+            layers=hf_config.num_hidden_layers,
+            heads=hf_config.num_attention_heads,
+            kv_heads=getattr(hf_config, "num_key_value_heads", hf_config.num_attention_heads),
+            intermediate=getattr(hf_config, "intermediate_size", 4 * hf_config.hidden_size),
+            vocabulary=hf_config.vocab_size,
+            rank=lora_manager.max_lora_rank,
+        )
+        costs = table_for(torch.cuda.get_device_name() if device == "cuda" else device, shape, args.cost_table)
+        logger.info("policy %s with costs: %s", args.policy, costs.provenance)
+        # SGLang counts the base model as an adapter that holds a slot.
+        self.planner = Planner(
+            make_policy_of(args, costs),
+            max_batch=max_batch,
+            max_adapters=max(1, lora_manager.max_loras_per_batch - 1),
+            can_merge=lora_manager.can_merge,
+            fits=lora_manager.validate_lora_batch if lora_manager.slot_ranks else None,
+        )
+        log = args.iteration_log if logs else None
+        self.iteration_log = None if log is None else IterationLog(Path(log), costs)
+        pool = lora_manager.memory_pool
+        self.residency = SlotResidency(memory=lora_manager.max_loras_per_batch)
+        for uid in pool.uid_to_buffer_id:
+            self.residency.mark_used(uid)
+        pool.eviction_policy = self.residency
+
+    def change(self, args: VLoraArgs) -> None:
+        """Decide by other settings from the next iteration on."""
+        self.args = args
+        self.planner.use(make_policy_of(args, self.planner.policy.costs))
+
+    def begin(self, waiting: Sequence[Req], running: Sequence[Req], chunked: Req | None) -> None:
+        """Plan an iteration, before its batch is formed."""
+        self.planner.merged = self.lora_manager.merged  # an unload or a weight update may have unmerged
+        running = [req for req in running if not req.finished()]
+        plan = self.planner.next(waiting, running, chunked)
+        self.residency.want([plan.merged_adapter, *(req.lora_id for req in (*running, *waiting))])
+
+    def may_admit(self, req: Req) -> bool:
+        """Whether a request is in the plan. A forced mode takes every request as it comes."""
+        return self.args.mode != "auto" or self.planner.planned(req.rid)
+
+    def settle(self, batch: ScheduleBatch) -> BatchPlan:
+        """The plan of a batch that is about to run, for good: the policy's cut to SGLang's rows, or the forced mode.
+
+        Where the LoRA manager refuses to merge under these rows, they run unmerged.
+        """
+        adapters = [req.lora_id for req in batch.reqs]
+        if self.args.mode == "auto":
+            plan = self.planner.settle([(req.rid, req.lora_id) for req in batch.reqs])
+        else:
+            mode, merged = forced_mode(
+                adapters,
+                InferenceMode(self.args.mode),
+                self.lora_manager.merged,
+                lambda adapter: self.lora_manager.refusal(adapter) is None,
+            )
+            plan = BatchPlan(tuple(req.rid for req in batch.reqs), mode, merged)
+        starts: tuple[int, ...] = ()
+        if batch.forward_mode.is_extend():
+            starts = tuple(req.vlora.invocation_start for req in batch.reqs)
+            if any(done < start for done, start in zip(batch.prefix_lens, starts, strict=True)):
+                adapters.append(None)  # rows before an invocation start are the base model's
+        if plan.merged_adapter is not None and self.lora_manager.refuses(plan.merged_adapter, adapters) is not None:
+            plan = BatchPlan(plan.requests, InferenceMode.UNMERGED)
+        return replace(plan, invocation_starts=starts)
+
+    def launched(self, plan: BatchPlan, batch: ScheduleBatch, number: int) -> None:
+        """Account for a batch that is launched as the ``number``-th."""
+        self.batches_by_mode[plan.mode] += 1
+        prefill = batch.forward_mode.is_extend()
+        tokens = batch.extend_lens if prefill else [1] * len(batch.reqs)
+        rows = list(zip((req.lora_id for req in batch.reqs), tokens, strict=True))
+        iteration = self.planner.ran(plan, rows, prefill)
+        if self.iteration_log is not None:
+            self.iteration_log.launched(number, iteration)
+
+    def finished(self, number: int) -> None:
+        """Note the time at which a batch's result is there."""
+        if self.iteration_log is not None:
+            self.iteration_log.done(number)
+
+    def state(self) -> dict[str, Any]:
+        """Figures for ``/server_info`` and the metrics."""
+        return {**self.planner.state(), "slots": self.residency.state()}
+
+
+def make_policy_of(args: VLoraArgs, costs: CostTable) -> Policy:
+    """The policy that the settings name."""
+    return make_policy(args.policy, costs, Limits(theta=args.theta, wait_bound=args.wait_bound))
+
+
+class PlannedOrder:
+    """SGLang's schedule policy, after which the waiting queue is put into the plan's order (stable).
+
+    Args:
+        inner: SGLang's own; everything but ``calc_priority`` is its.
+        planner: holds the plan.
+    """
+
+    def __init__(self, inner: Any, planner: Planner) -> None:
+        self.inner, self.planner = inner, planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def calc_priority(self, waiting_queue: list[Req], running_batch: ScheduleBatch | None = None) -> None:
+        """Sort in place: SGLang's order, then the planned requests first, in their order."""
+        self.inner.calc_priority(waiting_queue, running_batch)
+        waiting_queue.sort(key=lambda req: self.planner.place(req.rid))
