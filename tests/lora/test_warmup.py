@@ -28,7 +28,7 @@ def module(name: str, fusible: bool = True) -> Any:
         offsets=offsets,
         fusible=fusible,
         own_bias=torch.zeros(offsets[-1]) if name == "qkv_proj" else None,
-        owed=object() if name == "gate_up_proj" else None,
+        deferred=object() if name == "gate_up_proj" else None,
     )
 
 
@@ -97,7 +97,7 @@ def prefill(one: Any, rows: int, pairs: int, touched: int) -> None:
     groups = [(numbers[:touched], applied), (numbers[touched:], ())]
     routing = make_routing(groups, rows, [RANK] * SLOTS, [1.0] * SLOTS, "cpu")
     x, weight = torch.zeros(rows, K), torch.zeros(one.offsets[-1], K)
-    if one.owed is not None:
+    if one.deferred is not None:
         atmm.atmm_silu_and_mul(torch.zeros(rows, one.offsets[-1]), x, one.a, one.b, routing, one.offsets)
     elif one.fusible:
         atmm_linear(x, weight, one.own_bias, one.a, one.b, routing, one.offsets)
@@ -182,7 +182,7 @@ def test_on_a_gpu_a_large_prefill_compiles_nothing() -> None:
                     groups = [(np.arange(rows, dtype=np.int32), ((0, 1.0),))]
                     routing = make_routing(groups, rows, [RANK] * SLOTS, [1.0] * SLOTS, device)
                     x = torch.zeros(rows, K, dtype=torch.bfloat16, device=device)
-                    if linear.owed is not None:  # an activation adds its adapters' part
+                    if linear.deferred is not None:  # an activation adds its adapters' part
                         y = torch.zeros(rows, linear.offsets[-1], dtype=torch.bfloat16, device=device)
                         atmm_silu_and_mul(y, x, linear.a, linear.b, routing, linear.offsets)
                         continue

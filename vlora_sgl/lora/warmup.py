@@ -69,7 +69,7 @@ def wrapped_linears(manager: Any) -> list[Linear]:
         for module in layer.values():
             if hasattr(module, "fusible"):
                 ends = ("grouped_expand", "grouped_write") if module.fusible else ("grouped_expand",)
-                if getattr(module, "owed", None) is not None:
+                if getattr(module, "deferred", None) is not None:
                     ends = ("grouped_silu",)
                 linear = Linear(module.a, module.b, module.offsets, ends, module.own_bias)
                 found.setdefault(linear.key, linear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from vlora_sgl import _sgl
 from vlora_sgl.core import BatchPlan, InferenceMode
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.heads.scheduling import HeadRequests
-from vlora_sgl.lora.slot_residency import SlotResidency
 from vlora_sgl.managers.draining import AdapterDraining
 from vlora_sgl.managers.forced_mode import choose_mode
 from vlora_sgl.managers.metrics import VLoraMetrics
@@ -58,11 +58,7 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
             if self.vlora_args.iteration_log is not None and self.ps.tp_rank == 0:
                 self.iteration_log = IterationLog(Path(self.vlora_args.iteration_log), self.planner.policy.costs)
             self.policy: Any = PlannedOrder(self.policy, self.planner)
-            pool = self.lora_manager.memory_pool
-            self.residency = SlotResidency(memory=self.lora_manager.max_loras_per_batch)
-            for uid in pool.uid_to_buffer_id:
-                self.residency.mark_used(uid)
-            pool.eviction_policy = self.residency
+            self.residency = self.lora_manager.residency
             collector = getattr(self.metrics_reporter, "metrics_collector", None)
             self.metrics = None if collector is None else VLoraMetrics(collector.labels)
             self.reuse_metrics = None if collector is None else ReuseMetrics(collector.labels)
@@ -85,7 +81,7 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
             self._make_policy(costs),
             max_batch=self.max_running_requests,
             max_adapters=max(1, self.lora_manager.max_loras_per_batch - 1),
-            can_merge=self.lora_manager.switcher is not None,
+            can_merge=self.lora_manager.can_merge,
             fits=self.lora_manager.validate_lora_batch if self.lora_manager.slot_ranks else None,
         )
 
@@ -127,8 +123,12 @@ class VLoraScheduler(AdapterDraining, HeadRequests, PrefixReuse, _sgl.Scheduler)
         """Plan the batch, hand the plan on, and run it."""
         if self.planner is None or batch.forward_mode.is_idle():
             return super().run_batch(batch, pp_proxy_tensors)
-        # The manager's word counts: it runs unmerged what it cannot merge.
-        plan = self.lora_manager.set_plan(self.plan(batch), self.place_invocations(batch))
+        plan = self.plan(batch)
+        starts, adapters = self.place_invocations(batch)
+        if self.lora_manager.refuses(plan.merged_adapter, adapters) is not None:
+            plan = BatchPlan(plan.requests, InferenceMode.UNMERGED)
+        plan = replace(plan, invocation_starts=starts)
+        self.lora_manager.set_plan(plan)
         self.batches_by_mode[plan.mode] += 1
         prefill = batch.forward_mode.is_extend()
         tokens = batch.extend_lens if prefill else [1] * len(batch.reqs)

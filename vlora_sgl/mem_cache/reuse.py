@@ -81,23 +81,22 @@ class PrefixReuse(Base):
                 self._measure(req, encoding)
         return plan
 
-    def place_invocations(self, batch: Any) -> list[AdapterId]:
-        """Tell the LoRA manager where each row's adapter starts; return all that the batch runs, the base if it does.
+    def place_invocations(self, batch: Any) -> tuple[tuple[int, ...], list[AdapterId]]:
+        """Where each row's adapter starts (empty in decoding), and all that the batch runs, the base if it does.
 
         A batch of one adapter with an invocation start inside is no batch of one adapter: a merged adapter must be
         taken out of the rows before the invocation start.
         """
         adapters = [req.lora_id for req in batch.reqs]
-        self.lora_manager.invocation_starts = []
+        invocation_starts: tuple[int, ...] = ()
         if batch.forward_mode.is_extend():  # decoding is behind every invocation start
-            invocation_starts = [getattr(req.extra_key, "invocation_start", 0) for req in batch.reqs]
-            self.lora_manager.invocation_starts = invocation_starts
+            invocation_starts = tuple(getattr(req.extra_key, "invocation_start", 0) for req in batch.reqs)
             if any(
                 start < invocation_start
                 for start, invocation_start in zip(batch.prefix_lens, invocation_starts, strict=True)
             ):
                 adapters.append(None)
-        return adapters
+        return invocation_starts, adapters
 
     def _in_flight(self) -> list[Any]:
         """Requests whose prefill is under way, so that their KV is not in the tree yet."""
