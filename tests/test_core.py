@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlora_sgl.core import BatchPlan, InferenceMode, Segment, adapters_in, row_pairs
+from vlora_sgl.core import BatchPlan, InferenceMode, adapters_in, row_pairs
 from vlora_sgl.errors import UnknownAdapterError, VLoraError
 
 
@@ -33,12 +33,6 @@ def test_a_plan_whose_merged_adapter_contradicts_its_mode_is_refused(mode, merge
 
 def test_adapters_in_counts_the_merged_one_and_not_the_base():
     assert adapters_in([None, "a", "a"], "m") == {"a", "m"}
-
-
-def test_segment_bounds():
-    assert Segment(3, 3).pairs == ()
-    with pytest.raises(ValueError, match="start <= end"):
-        Segment(4, 3)
 
 
 def test_unknown_adapter_lists_what_is_loaded():

@@ -1,4 +1,4 @@
-"""The nouns that every part of vlora_sgl shares: adapters, modes, plans, segments, and what a request may ask.
+"""The nouns that every part of vlora_sgl shares: adapters, modes, plans, and what a request may ask.
 
 Nothing here imports SGLang or torch, so that a policy, a kernel test, a client and the simulator can use these without
 starting anything.
@@ -120,23 +120,6 @@ def _is_positive(number: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterRef:
-    """A loaded adapter as the control plane knows it.
-
-    Attributes:
-        name: the name clients use, in ``model="base:name"`` or ``lora_path``.
-        adapter_id: identity inside the engine; a reload gives a new one.
-        digest: hex digest of the adapter's content; equal digests mean interchangeable KV cache entries.
-        max_rank: the largest rank over its modules.
-    """
-
-    name: str
-    adapter_id: str
-    digest: str
-    max_rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class BatchPlan:
     """What a policy decided for one iteration.
 
@@ -160,27 +143,6 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if (self.mode is InferenceMode.UNMERGED) != (self.merged_adapter is None):
             raise ValueError(f"mode {self.mode} does not go with merged_adapter={self.merged_adapter!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows ``[start, end)`` that apply the same adapters: ``y[t] += sum_j w_j * s_j * (x[t] A_j^T) B_j^T``.
-
-    Attributes:
-        start: first row.
-        end: one past the last row; an empty segment is legal.
-        pairs: ``(slot, weight)`` per adapter applied. The weight multiplies the slot's own LoRA scaling s: +1 for the
-            request's adapter, -1 to take the merged one out again (deLoRA), a gate value for a routed row. Empty for
-            rows that run on the weights as they are.
-    """
-
-    start: int
-    end: int
-    pairs: tuple[tuple[int, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.end:
-            raise ValueError(f"segment rows must satisfy 0 <= start <= end, got [{self.start}, {self.end})")
 
 
 def row_pairs(adapter: AdapterId, merged: AdapterId) -> tuple[tuple[str, float], ...]:

@@ -21,7 +21,7 @@ from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
 REPLACEMENTS: dict[str, str] = {
     "Scheduler": "vlora_sgl.managers.scheduler:VLoraScheduler",
     "TpModelWorker": "vlora_sgl.heads.worker:HeadWorker",
-    "LoRAManager": "vlora_sgl.routed.manager:RoutingLoRAManager",
+    "LoRAManager": "vlora_sgl.lora.manager:VLoraManager",
     "TokenizerManager": "vlora_sgl.managers.tokenizer_manager:VLoraTokenizerManager",
     "ModelRunner": "vlora_sgl.model_executor.model_runner:VLoraModelRunner",
     "PrefillCudaGraphRunner": "vlora_sgl.model_executor.graph_runner:VLoraPrefillCudaGraphRunner",

@@ -295,8 +295,10 @@ def table1() -> list[dict[str, Any]]:
             routing = make_routing([(numbers, ((0, 1.0),))], m, [r], [1.0], "cuda", dense=False, block=tile.block_m)
             expand = tiling.Tile(tile.block_m, 64, 0, 1, 4, 1)
 
-            def run(i: int, x=x, a=a, b=b, y=y, routing=routing, tile=tile, expand=expand) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                return launch.grouped(y, x[i], a[i], b, routing, (0, 64), tile, expand)
+            both = launch.Tiles("grouped_expand", tile, expand)
+
+            def run(i: int, x=x, a=a, b=b, y=y, routing=routing, both=both) -> torch.Tensor:  # type: ignore[no-untyped-def]
+                return launch.run(both, (y, x[i], a[i], b, routing, (0, 64)))
 
             us = measure(run, 8)
             rows.append({"input": f"{m}x{k}, {k}x{r}", "tile": name, "us": [round(t, 2) for t in us]})

@@ -60,18 +60,18 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
     Latency depends on the routing alone, so adapter 0 is taken out of every other row without having been merged.
     """
-    from vlora_sgl.lora.manager import VLoraManager
+    from vlora_sgl.lora.row_routing import RowRouting
     from vlora_sgl.startup import processes
 
     plain_adapter_loading()
-    flag, own = Path(os.environ[MIXTURE_FLAG]), VLoraManager._slot_pairs
+    flag, own = Path(os.environ[MIXTURE_FLAG]), RowRouting.pairs_of
 
-    def slot_pairs(self: VLoraManager, adapter: Any, merged: Any) -> tuple[tuple[int, float], ...]:
+    def pairs_of(self: RowRouting, adapter: Any, merged: Any) -> tuple[tuple[int, float], ...]:
         pairs = own(self, adapter, merged)
-        first = self._slot(min(a for a in self.memory_pool.uid_to_buffer_id if a is not None)) if pairs else 0
+        first = self.slot_of(min(a for a in self._pool.uid_to_buffer_id if a is not None)) if pairs else 0
         return (*pairs, (first, -1.0)) if pairs and pairs[0][0] != first and flag.exists() else pairs
 
-    VLoraManager._slot_pairs = slot_pairs  # type: ignore[method-assign]
+    RowRouting.pairs_of = pairs_of  # type: ignore[method-assign]
     processes.run_scheduler(*args, **kwargs)
 
 

@@ -45,10 +45,8 @@ def punica_style(inputs: Inputs) -> Run:
     """Segments with one static tile."""
     scalings = [inputs.scaling] * inputs.slots
     routing = make_routing(inputs.groups, inputs.load.rows, inputs.ranks, scalings, DEVICE, dense=False, block=16)
-    shrink, expand = Tile(16, 64, 64, 1, 4, 2), Tile(16, 64, 0, 1, 4, 1)
-    return lambda i: launch.grouped(
-        inputs.y[i], inputs.x[i], inputs.a[i], inputs.b[i], routing, inputs.offsets, shrink, expand
-    )
+    tiles = launch.Tiles("grouped_expand", Tile(16, 64, 64, 1, 4, 2), Tile(16, 64, 0, 1, 4, 1))
+    return lambda i: launch.run(tiles, (inputs.y[i], inputs.x[i], inputs.a[i], inputs.b[i], routing, inputs.offsets))
 
 
 # SGLang

@@ -47,11 +47,9 @@ def test_an_adapter_without_description_has_no_heads(tmp_path: Path) -> None:
     assert load_heads(tmp_path, HIDDEN) == {} and read_description(tmp_path).invocation is None
 
 
-def test_peft_activated_lora_names_its_own_sequence(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"alora_invocation_tokens": [5, 6]}))
+def test_an_adapter_names_its_own_sequence(tmp_path: Path) -> None:
+    save_heads(tmp_path, [], invocation=(5, 6))
     assert read_description(tmp_path).invocation == (5, 6)
-    save_heads(tmp_path, [], invocation=(7,))
-    assert read_description(tmp_path).invocation == (7,)  # our own file is the more specific statement
 
 
 HEAD = {"name": "digit", "kind": "classify", "labels": ["0", "1"]}

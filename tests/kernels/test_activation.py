@@ -128,7 +128,8 @@ def test_kernel_leaves_rows_past_the_batch_alone(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda self, *size, **how: outer[:65] if size == ours else make(self, *size, **how)
     )
-    act = launch.grouped_silu(y, x, a, b, wide, Tile(16, 32, 32, 1, 4, 2), Tile(16, 32, 0, 1, 4, 2, run=2))
+    tiles = launch.Tiles("grouped_silu", Tile(16, 32, 32, 1, 4, 2), Tile(16, 32, 0, 1, 4, 2, run=2))
+    act = launch.run(tiles, (y, x, a, b, wide, offsets))
     exact = atmm_silu_reference(y.cpu(), x.cpu(), a.cpu(), b.cpu(), groups, ranks, scalings, offsets).to(DEVICE)
     assert act.data_ptr() == outer.data_ptr() and torch.isnan(outer[65:]).all()
     assert torch.allclose(act.double(), exact, atol=1e-3)

@@ -1,7 +1,5 @@
 """ATMM against the float64 row loop, under Triton's interpreter (here) and on the GPU (marked)."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -181,9 +179,10 @@ def test_kernel_leaves_rows_past_the_batch_alone(accumulate):
     y = torch.full((40, offsets[-1]), float("nan"), device=DEVICE)
     y[:5] = torch.nn.functional.linear(x, w, bias)
     exact = atmm_reference(y[:5].cpu(), x.cpu(), a.cpu(), b.cpu(), groups, ranks, scalings, offsets).to(DEVICE)
-    launched = launch.grouped if accumulate else partial(launch.grouped, accumulate=False)
+    end = "grouped_expand" if accumulate else "grouped_write"
+    tiles = launch.Tiles(end, Tile(16, 32, 32, 1, 4, 2), Tile(16, 32, 0, 1, 4, 2, run=2))
     base = y[:5].clone()
-    launched(y[:5], x, a, b, wide, offsets, Tile(16, 32, 32, 1, 4, 2), Tile(16, 32, 0, 1, 4, 2, run=2))
+    launch.run(tiles, (y[:5], x, a, b, wide, offsets))
     assert torch.isnan(y[5:]).all()
     assert torch.allclose(y[:5].double() if accumulate else (y[:5] + base).double(), exact, atol=1e-4)
 
@@ -293,10 +292,10 @@ def test_both_lookups_of_a_linear_cost_the_host_under_five_microseconds():
     import timeit
 
     route = make_routing([(np.arange(2, dtype=np.int32), ((0, 1.0),))], 2, [4], [1.0], "cpu")
-    table, b = TilingTable({}), torch.zeros(1, 6, 4)
+    table, a, b = TilingTable({}), torch.zeros(1, 4, 8), torch.zeros(1, 6, 4)
 
     def look_up() -> None:
-        tiles_of("linear_shrink", "linear", b, 8, 1, route, table)
+        tiles_of("linear", a, b, route, table)
 
     look_up()
     assert min(timeit.repeat(look_up, number=200, repeat=20)) / 200 < 5e-6

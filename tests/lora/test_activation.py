@@ -15,8 +15,8 @@ from torch import nn
 from tests.support.interpreter import CUDA, INTERPRETED, passed_interpreted, starter
 from vlora_sgl import _sgl
 from vlora_sgl.kernels.atmm import atmm_silu_reference
-from vlora_sgl.lora.layers import AtmmSiluAndMul, Owed, pair_activations, wrap_layer
-from vlora_sgl.lora.routing import groups_of
+from vlora_sgl.kernels.atmm.row_routing import groups_of
+from vlora_sgl.lora.layers import AtmmSiluAndMul, DeferredAdapters, pair_activations, wrap_layer
 
 HIDDEN, WIDTH, RANK, ROWS = 32, 40, 16, 70
 RANKS, SCALINGS = [16, 5, 8, 0], [0.5, 2.0, 1.0, 0.0]
@@ -57,7 +57,7 @@ def make_mlp(family: str) -> Any:
 
 
 def route(mlp: Any, runs: list[Any], **options: Any) -> None:
-    mlp.gate_up_proj.lora_backend.prepare_lora_batch(None, (), RANKS, SCALINGS, runs=runs, **options)
+    mlp.gate_up_proj.lora_backend.route(runs, RANKS, SCALINGS, **options)
 
 
 def exact(mlp: Any, x: torch.Tensor, runs: list[Any]) -> torch.Tensor:
@@ -164,10 +164,10 @@ def test_an_mlp_that_does_more_between_the_two_is_left_alone(runtime):
     assert pair_activations(mlp) == 0 and not isinstance(mlp.act_fn, AtmmSiluAndMul)
 
 
-def test_a_debt_is_for_one_tensor():
-    owed, y = Owed(), torch.zeros(2, 4)
-    assert owed.take(y) is None
-    owed.leave(y, 1, 2)
+def test_what_was_deferred_is_for_one_tensor():
+    deferred, y = DeferredAdapters(), torch.zeros(2, 4)
+    assert deferred.take(y) is None
+    deferred.leave(y, 1, 2)
     with pytest.raises(RuntimeError, match=r"\(2, 4\).*another tensor \(4, 2\)"):
-        owed.take(y.view(4, 2))
-    assert owed.take(y.view(2, 4)) == (1, 2) and owed.take(y) is None
+        deferred.take(y.view(4, 2))
+    assert deferred.take(y.view(2, 4)) == (1, 2) and deferred.take(y) is None

@@ -195,7 +195,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "bias": (lambda d: rewrite(d, bias="all"), "bias='all'"),
     "pissa": (lambda d: rewrite(d, init_lora_weights="pissa_niter_4"), "pissa_niter_4.*convert"),
     "olora": (lambda d: rewrite(d, init_lora_weights="olora"), "olora"),
-    "alora": (lambda d: rewrite(d, alora_invocation_tokens=[1, 2]), "aLoRA"),
+    "alora": (lambda d: rewrite(d, alora_invocation_tokens=[1, 2]), "alora_invocation_tokens=.*aLoRA"),
     "future_option": (lambda d: rewrite(d, use_next_years_trick=True), "use_next_years_trick"),
     "other_method": (lambda d: rewrite(d, peft_type="IA3"), "IA3"),
     "rank_zero": (lambda d: rewrite(d, r=0), "r must be a positive integer"),

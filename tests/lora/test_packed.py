@@ -100,7 +100,7 @@ def make_adapter(rank: int, kinds: Sequence[str], adapted: Sequence[int], layers
 
 
 def load_as_sglang(pool: Any, slot: int, adapter: Any, modules: Any) -> None:
-    place = pool.places[slot] if isinstance(pool, SizedPool) else slot
+    place = pool.places[slot]
     _sgl.LoRAMemoryPool.load_lora_weight_to_buffer(pool, adapter.uid, place, adapter, modules, None, None)
 
 

@@ -88,7 +88,7 @@ def pool() -> SizedPool:
 
 
 def test_slots_cost_their_own_ranks_and_the_base_models_nothing(pool: SizedPool) -> None:
-    assert pool.capacities == (0, 16, 16, 64) and pool.places == (0, 0, 1, 2)
+    assert pool.ranks == (0, 16, 16, 64) and pool.places == [0, 0, 1, 2]
     for name, parts, k, n in (("qkv_proj", 3, 32, 64), ("down_proj", 1, 48, 32)):
         for a, b in zip(pool.A_buffer[name], pool.B_buffer[name], strict=True):
             assert a.shape == (3, parts * 64, k) and b.shape == (3, n, 64)
@@ -98,7 +98,7 @@ def test_slots_cost_their_own_ranks_and_the_base_models_nothing(pool: SizedPool)
 
 def test_a_slot_is_written_and_cleared_without_touching_its_neighbours(pool: SizedPool) -> None:
     def own(slot: int) -> list[torch.Tensor]:
-        begin, rank = pool.places[slot], pool.capacities[slot]
+        begin, rank = pool.places[slot], pool.ranks[slot]
         return [pool.A_buffer["qkv_proj"][0][begin, : 3 * rank], pool.B_buffer["qkv_proj"][0][begin, :, :rank]]
 
     for slot in (1, 2, 3):

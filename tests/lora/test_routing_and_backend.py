@@ -6,40 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from vlora_sgl.core import row_pairs
+from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.kernels.atmm import atmm_reference
-from vlora_sgl.lora.routing import groups_of, runs_of, segments_of
+from vlora_sgl.kernels.atmm.row_routing import groups_of
+from vlora_sgl.lora.invocation import split_batch
+from vlora_sgl.lora.row_routing import RowRouting
 
-SLOTS = {"x": 0, "y": 1, "m": 2}.__getitem__
-
-
-@pytest.mark.parametrize(
-    ("merged", "expected"),
-    [
-        (None, [(0, 3, ((0, 1.0),)), (3, 4, ()), (4, 6, ((2, 1.0),))]),
-        ("m", [(0, 3, ((0, 1.0), (2, -1.0))), (3, 4, ((2, -1.0),)), (4, 6, ())]),
-    ],
-    ids=["unmerged", "mixture"],
-)
-def test_segments_follow_the_mode(merged, expected):
-    found = segments_of(["x", None, "m"], [3, 1, 2], merged, SLOTS)
-    assert [(s.start, s.end, s.pairs) for s in found] == expected
-
-
-def test_rows_before_an_adapters_activation_run_as_base_rows():
-    found = segments_of(["x", "y"], [5, 2], None, SLOTS, invocation_starts=[3, 0])
-    assert [(s.start, s.end, s.pairs) for s in found] == [(0, 3, ()), (3, 5, ((0, 1.0),)), (5, 7, ((1, 1.0),))]
-
-
-def test_an_adapter_without_a_slot_is_an_error():
-    with pytest.raises(KeyError):
-        segments_of(["gone"], [1], None, SLOTS)
-
-
-def test_groups_gather_rows_of_the_same_pairs():
-    runs = runs_of(segments_of(["x", "y", "x", None], [1, 2, 1, 1], None, SLOTS))
-    groups, rows = groups_of(runs)
-    assert rows == 5
-    assert {pairs: list(numbers) for numbers, pairs in groups} == {((0, 1.0),): [0, 3], ((1, 1.0),): [1, 2], (): [4]}
+SLOTS = {None: 3, "x": 0, "y": 1, "m": 2}
+RANKS, SCALINGS = {"x": 4, "y": 2, "m": 3}, {"x": 0.5, "y": 2.0, "m": 1.0}
 
 
 @pytest.fixture
@@ -49,9 +24,85 @@ def backend():
     return AtmmBackend(max_loras_per_batch=4, device="cpu", server_args=None)
 
 
-def batch(lengths, extend=True):
+def batch(lengths, extend=True, adapters=(), starts=None):
     mode = types.SimpleNamespace(is_extend=lambda: extend)
-    return types.SimpleNamespace(forward_mode=mode, extend_seq_lens_cpu=lengths, batch_size=len(lengths))
+    return types.SimpleNamespace(
+        forward_mode=mode,
+        lora_ids=list(adapters),
+        extend_seq_lens_cpu=lengths,
+        extend_seq_lens=torch.tensor(lengths),
+        extend_prefix_lens_cpu=starts or [0] * len(lengths),
+        batch_size=len(lengths),
+    )
+
+
+def row_routing(routed=None):
+    adapters = {
+        name: types.SimpleNamespace(config=types.SimpleNamespace(r=rank), scaling=SCALINGS[name])
+        for name, rank in RANKS.items()
+    }
+    names = sorted(SLOTS, key=SLOTS.get)
+    pool = types.SimpleNamespace(uid_to_buffer_id=SLOTS, buffer_id_to_uid=names, max_loras_per_batch=len(SLOTS))
+    return RowRouting(pool, adapters, routed or {})
+
+
+@pytest.mark.parametrize(
+    ("merged", "expected"),
+    [
+        (None, [(((0, 1.0),), 3), ((), 1), (((2, 1.0),), 2)]),
+        ("m", [(((0, 1.0), (2, -1.0)), 3), (((2, -1.0),), 1), ((), 2)]),
+    ],
+    ids=["unmerged", "mixture"],
+)
+def test_rows_follow_the_mode(merged, expected):
+    assert row_routing().runs_of(batch([3, 1, 2], adapters=["x", None, "m"]), merged) == expected
+
+
+def test_rows_before_an_adapters_invocation_start_run_as_base_rows():
+    view = split_batch(batch([5, 2], adapters=["x", "y"], starts=[10, 0]), [13, 0])
+    found = row_routing().runs_of(view, None)
+    assert found == [((), 3), (((0, 1.0),), 2), (((1, 1.0),), 2)]
+
+
+def test_a_routed_adapters_rows_hold_its_members_until_the_router_speaks():
+    routed = {"r": types.SimpleNamespace(members=("x", "y"))}
+    found = row_routing(routed).runs_of(batch([2, 1], adapters=["r", "m"]), "m")
+    assert found == [(((0, 0.0), (1, 0.0), (2, -1.0)), 2), ((), 1)]
+
+
+def test_an_adapter_without_a_slot_is_an_error():
+    with pytest.raises(UnknownAdapterError, match="gone"):
+        row_routing().runs_of(batch([1], adapters=["gone"]), None)
+
+
+def test_groups_gather_rows_of_the_same_pairs():
+    runs = row_routing().runs_of(batch([1, 2, 1, 1], adapters=["x", "y", "x", None]), None)
+    groups, rows = groups_of(runs)
+    assert rows == 5
+    assert {pairs: list(numbers) for numbers, pairs in groups} == {((0, 1.0),): [0, 3], ((1, 1.0),): [1, 2], (): [4]}
+
+
+@pytest.mark.parametrize("merged", [None, "m"], ids=["unmerged", "mixture"])
+def test_what_is_handed_over_is_what_every_row_applies(backend, merged):
+    """A prefill with an invocation start and all modes' rows, through the backend, against the float64 loop."""
+    torch.manual_seed(0)
+    a, b = torch.randn(4, 2 * 4, 10), torch.randn(4, 12, 4)
+    x, w, offsets = torch.randn(10, 10), torch.randn(12, 10), (0, 5, 12)
+    rows = row_routing()
+    forward_batch = batch([4, 1, 2, 3], adapters=["x", None, "y", "m"])
+    view = split_batch(forward_batch, [2, 0, 0, 0])
+    backend.route(*rows.tables_of(rows.runs_of(view, merged)))
+    own = [None, None, "x", "x", None, "y", "y", "m", "m", "m"]
+    ranks, scalings = [4, 2, 3, 0], [0.5, 2.0, 1.0, 0.0]
+    groups = [
+        (np.array([t], dtype=np.int32), tuple((SLOTS[name], weight) for name, weight in row_pairs(adapter, merged)))
+        for t, adapter in enumerate(own)
+    ]
+    exact = atmm_reference(x.double() @ w.double().T, x, a, b, groups, ranks, scalings, offsets)
+    out, base = backend.linear(x, w, None, a, b, offsets), x @ w.T
+    assert torch.allclose(out.double(), exact, atol=1e-4)
+    changed = [bool((out[t] - base[t]).abs().max() > 0.1) for t in range(10)]
+    assert changed == [bool(pairs) for _, pairs in groups]
 
 
 def test_backend_applies_each_requests_adapter(backend):
@@ -59,7 +110,7 @@ def test_backend_applies_each_requests_adapter(backend):
     ranks, scalings = [4, 0, 2, 3], [0.5, 0.0, 2.0, 1.0]
     a, b = torch.randn(4, 2 * 4, 10), torch.randn(4, 12, 4)
     x, w, offsets = torch.randn(6, 10), torch.randn(12, 10), (0, 5, 12)
-    backend.prepare_lora_batch(batch([2, 3, 1]), [0, 1, 3], ranks, scalings)
+    backend.route([(((0, 1.0),), 2), ((), 3), (((3, 1.0),), 1)], ranks, scalings)
     out = backend.linear(x, w, None, a, b, offsets)
     rows = np.arange(6, dtype=np.int32)
     groups = [(rows[:2], ((0, 1.0),)), (rows[5:], ((3, 1.0),))]
@@ -70,7 +121,7 @@ def test_backend_applies_each_requests_adapter(backend):
 
 def test_a_routed_slot_without_an_adapter_is_refused(backend):
     with pytest.raises(ValueError, match="slot 1 is routed to but holds no adapter"):
-        backend.prepare_lora_batch(batch([1]), (), [4, 0, 0, 0], [1.0] * 4, runs=[(((1, 1.0),), 1)])
+        backend.route([(((1, 1.0),), 1)], [4, 0, 0, 0], [1.0] * 4)
 
 
 @pytest.mark.parametrize("rows", [5, 64, 70])

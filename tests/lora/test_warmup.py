@@ -17,6 +17,11 @@ from vlora_sgl.lora.warmup import compile_prefills, wrapped_linears
 
 SLOTS, RANK, K = 4, 16, 64
 CAPTURED, MOST = 2048, 5000
+KERNELS = (
+    launch.kernel.grouped_shrink_kernel,
+    launch.kernel.grouped_expand_kernel,
+    launch.activation.grouped_silu_kernel,
+)
 PARTS = {"qkv_proj": (0, 64, 80, 96), "gate_up_proj": (0, 96, 192), "o_proj": (0, 64)}
 
 
@@ -28,11 +33,11 @@ def module(name: str, fusible: bool = True) -> Any:
         offsets=offsets,
         fusible=fusible,
         own_bias=torch.zeros(offsets[-1]) if name == "qkv_proj" else None,
-        owed=object() if name == "gate_up_proj" else None,
+        deferred=object() if name == "gate_up_proj" else None,
     )
 
 
-def manager(device: str = "cuda", switcher: Any = True, fusible: bool = True) -> Any:
+def manager(device: str = "cuda", two_slots_a_row: bool = True, fusible: bool = True) -> Any:
     layers = [{name: module(name, fusible) for name in PARTS} for _ in range(3)]
     return SimpleNamespace(
         # The tensors are the CPU's: what is compiled there is only named.
@@ -40,7 +45,7 @@ def manager(device: str = "cuda", switcher: Any = True, fusible: bool = True) ->
         lora_backend=SimpleNamespace(places=range(SLOTS)),
         lora_modules=[{**layer, "lm_head": object()} for layer in layers],
         max_loras_per_batch=SLOTS,
-        switcher=switcher,
+        two_slots_a_row=two_slots_a_row,
     )
 
 
@@ -66,11 +71,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         keys.append(key(function, args, options))
         return SimpleNamespace(run=None)
 
-    for kernel in (
-        launch.kernel.grouped_shrink_kernel,
-        launch.kernel.grouped_expand_kernel,
-        launch.activation.grouped_silu_kernel,
-    ):
+    for kernel in KERNELS:
         monkeypatch.setattr(kernel, "warmup", lambda *args, kernel=kernel, **rest: compile_one(kernel, *args, **rest))
     # Tables of tiles are of a device; the routing goes to the CPU's memory.
     monkeypatch.setattr(warmup, "_routing", on_cpu(warmup._routing))
@@ -85,7 +86,13 @@ def on_cpu(make: Any) -> Any:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Keys of the kernels that were launched."""
     keys: list[Any] = []
-    monkeypatch.setattr(launch, "_run", lambda f, grid, *args, **options: keys.append(key(f, args, options)))
+
+    def launch_one(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        assert not warmup
+        keys.append(key(function, args, options))
+
+    for kernel in KERNELS:
+        monkeypatch.setattr(kernel, "run", lambda *args, kernel=kernel, **rest: launch_one(kernel, *args, **rest))
     monkeypatch.setattr(atmm, "on_kernels", lambda _: True)
     return keys
 
@@ -97,7 +104,7 @@ def prefill(one: Any, rows: int, pairs: int, touched: int) -> None:
     groups = [(numbers[:touched], applied), (numbers[touched:], ())]
     routing = make_routing(groups, rows, [RANK] * SLOTS, [1.0] * SLOTS, "cpu")
     x, weight = torch.zeros(rows, K), torch.zeros(one.offsets[-1], K)
-    if one.owed is not None:
+    if one.deferred is not None:
         atmm.atmm_silu_and_mul(torch.zeros(rows, one.offsets[-1]), x, one.a, one.b, routing, one.offsets)
     elif one.fusible:
         atmm_linear(x, weight, one.own_bias, one.a, one.b, routing, one.offsets)
@@ -109,9 +116,9 @@ def prefill(one: Any, rows: int, pairs: int, touched: int) -> None:
 def test_large_prefills_launch_nothing_that_is_not_compiled(
     compiled: list[Any], launched: list[Any], fusible: bool
 ) -> None:
-    run, one = launch._run, manager(fusible=fusible)
+    one = manager(fusible=fusible)
     assert compile_prefills(one, CAPTURED, MOST) == len(compiled) == len(set(compiled)) > 0
-    assert launch._run is run and not launched
+    assert not launched
     for linear in one.lora_modules[0].values():
         if hasattr(linear, "fusible"):
             for rows in (CAPTURED + 1, 2500, 4096, 4097, MOST):
@@ -123,7 +130,7 @@ def test_large_prefills_launch_nothing_that_is_not_compiled(
 
 def test_two_slots_a_row_only_where_they_can_be(compiled: list[Any]) -> None:
     both = compile_prefills(manager(), CAPTURED, MOST)
-    assert 0 < compile_prefills(manager(switcher=None), CAPTURED, MOST) < both
+    assert 0 < compile_prefills(manager(two_slots_a_row=False), CAPTURED, MOST) < both
 
 
 def test_small_blocks_only_where_a_prefill_may_have_them(compiled: list[Any]) -> None:
@@ -182,7 +189,7 @@ def test_on_a_gpu_a_large_prefill_compiles_nothing() -> None:
                     groups = [(np.arange(rows, dtype=np.int32), ((0, 1.0),))]
                     routing = make_routing(groups, rows, [RANK] * SLOTS, [1.0] * SLOTS, device)
                     x = torch.zeros(rows, K, dtype=torch.bfloat16, device=device)
-                    if linear.owed is not None:  # an activation adds its adapters' part
+                    if linear.deferred is not None:  # an activation adds its adapters' part
                         y = torch.zeros(rows, linear.offsets[-1], dtype=torch.bfloat16, device=device)
                         atmm_silu_and_mul(y, x, linear.a, linear.b, routing, linear.offsets)
                         continue

@@ -92,7 +92,7 @@ def read_description(directory: str | Path) -> AdapterDescription:
     """
     path = Path(directory) / DESCRIPTION_FILE
     if not path.is_file():
-        return AdapterDescription(_peft_invocation(Path(directory)), heads=with_saved_head({}, directory))
+        return AdapterDescription(heads=with_saved_head({}, directory))
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -106,8 +106,7 @@ def read_description(directory: str | Path) -> AdapterDescription:
     prompt, metrics = data.get("prompt"), data.get("metrics", {})
     if not isinstance(prompt, str | None) or not isinstance(metrics, dict):
         raise HeadError(f"{path}: prompt must be a string and metrics an object")
-    invocation = data.get("invocation")
-    invocation = _peft_invocation(Path(directory)) if invocation is None else _invocation(invocation, path)
+    invocation = None if data.get("invocation") is None else _invocation(data["invocation"], path)
     heads = with_saved_head(_head_settings(data.get("heads", []), path), directory)
     return AdapterDescription(invocation, prompt, heads, metrics)
 
@@ -118,16 +117,6 @@ def _invocation(value: object, where: Path) -> Invocation:
     if isinstance(value, list) and value and all(isinstance(t, int) and not isinstance(t, bool) for t in value):
         return tuple(value)
     raise HeadError(f"{where}: the invocation must be {AFTER_IMAGE!r} or a list of token ids, got {value!r}")
-
-
-def _peft_invocation(directory: Path) -> Invocation:
-    """PEFT's own activated LoRA names its sequence in ``adapter_config.json``."""
-    path = directory / "adapter_config.json"
-    try:
-        tokens = json.loads(path.read_text(encoding="utf-8")).get("alora_invocation_tokens")
-    except (OSError, ValueError, AttributeError):
-        return None  # whoever loads the weights reports what is wrong with this file
-    return None if not tokens else _invocation(tokens, path)
 
 
 def _head_settings(value: object, where: Path) -> dict[str, JsonDict]:

@@ -35,6 +35,7 @@ from triton.runtime.errors import OutOfResources
 from vlora_sgl.core import JsonDict
 from vlora_sgl.kernels import tiling
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm_torch, launch, make_routing
+from vlora_sgl.kernels.atmm.launch import FIRST, Tiles
 from vlora_sgl.kernels.tiling import Tile, pack
 
 L2_BYTES = 50 << 20
@@ -42,16 +43,7 @@ MAX_ERROR_RATIO = 4.0
 READ_RATE = 3.0e12  # bytes per second from device memory, and from L2: the roofline of the pruning step
 CACHE_RATE = 5.5e12
 SHARED_BYTES = 227 << 10
-PARTNER = {
-    "linear": "linear_shrink",
-    "linear_shrink": "linear",
-    "shrink": "expand",
-    "expand": "shrink",
-    "grouped_shrink": "grouped_write",
-    "grouped_write": "grouped_shrink",
-    "grouped_expand": "grouped_shrink",
-    "grouped_silu": "grouped_shrink",
-}
+PARTNER = {**{first: end for end, first in reversed(FIRST.items())}, **FIRST}
 """The other launch that an operation is timed with."""
 
 
@@ -259,41 +251,27 @@ class Case:
         ranks, scalings = [job.rank] * job.slots, [0.5] * job.slots
         self.routing: Routing = make_routing(groups, job.rows, ranks, scalings, device, dense=dense)
 
-    def run(self, tile: Tile, i: int, other: Tile | None = None) -> torch.Tensor:
+    def run(
+        self, tile: Tile, i: int, other: Tile | None = None, start: launch.Start = launch.launched
+    ) -> torch.Tensor:
         """The operation on copy ``i``, with ``other`` for the launch beside it (the expand of a shrink, and so on).
 
         The result is in place on y where the operation accumulates.
         """
-        job, offsets = self.job, self.job.projection.offsets
-        args = (self.y[i], self.x[i], self.a[i], self.b[i], self.routing, offsets)
+        job = self.job
         other = other or tiling.default_tile(tiling.unpack(replace(job, op=PARTNER[job.op]).key))
-        if job.op == "linear":
-            return launch.dense(*args, other, tile, weight=self.w[i])
-        if job.op == "linear_shrink":
-            return launch.dense(*args, tile, other, weight=self.w[i])
-        if job.op == "shrink":
-            return launch.dense(*args, tile, other)
-        if job.op == "expand":
-            return launch.dense(*args, other, tile)
-        if job.op == "grouped_shrink":
-            return launch.grouped(*args, tile, other, accumulate=False)
-        if job.op == "grouped_silu":
-            return launch.grouped_silu(*args[:-1], other, tile)
-        return launch.grouped(*args, other, tile, accumulate=job.op == "grouped_expand")
+        tiles = Tiles(job.op, other, tile) if job.op in FIRST else Tiles(PARTNER[job.op], tile, other)
+        operands = (self.y[i], self.x[i], self.a[i], self.b[i], self.routing, job.projection.offsets)
+        return launch.run(tiles, operands, weight=self.w[i] if self.w else None, start=start)
 
 
 def compile_only(job: Job, tile: Tile) -> bool:
     """Fill Triton's cache with a job's kernels for a tile; False where it does not fit the chip."""
-
-    def warm(function: triton.JITFunction, grid: tuple[int, ...], *args: object, **options: object) -> None:
-        function.warmup(*args, grid=grid, **options)
-
-    launch._run = warm
     try:
         case = _WORKER.get(job) or Case(job, copies=1)
         _WORKER.clear()
         _WORKER[job] = case
-        case.run(tile, 0)
+        case.run(tile, 0, start=launch.compiled)
     except Exception:  # whatever the compiler refuses is no candidate
         return False
     return True

@@ -1,7 +1,7 @@
 """SGLang's LoRA backend ``atmm``: keeps the batch's routing and runs the operator for the layers of ``lora.layers``.
 
-Captured graphs read their routing from tensors allocated once; ``prepare_lora_batch`` refreshes them in place with one
-copy, so a replay allocates nothing and never waits for the host.
+Captured graphs read their routing from tensors allocated once; ``route`` refreshes them in place with one copy,
+so a replay allocates nothing and never waits for the host.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from vlora_sgl.kernels.atmm.launch import library_linear
 from vlora_sgl.kernels.atmm.row_routing import (
     DENSE_MAX_SLOTS,
     TILE_ROWS,
+    Run,
     active_table,
     check_groups,
     check_slot,
     grouped_tables,
+    groups_of,
     is_dense,
 )
-from vlora_sgl.lora.routing import Run, groups_of
 
 GRAPH_PAIRS = 2
 MANY_ROWS = 256  # of a prefill: groups of rows are taken to fill large tiles
@@ -190,7 +191,11 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         super().__init__(max_loras_per_batch, torch.device(device))
         self.graph_tables: GraphTables | None = None
         self.prefill_tables: dict[int, GraphTables] = {}
-        self.places: Sequence[int] = range(max_loras_per_batch)  # of each slot in the pools; the manager's, if others
+        self.places: Sequence[int] = range(max_loras_per_batch)
+
+    def place_slots(self, places: Sequence[int]) -> None:
+        """Say where each slot begins in the pool tensors, where that is not its number; before graphs are captured."""
+        self.places = places
 
     # One batch
 
@@ -210,47 +215,35 @@ class AtmmBackend(_sgl.BaseLoRABackend):
             self.prefill_tables[tokens] = GraphTables(tokens, self.places, self.device, block)
         return self.prefill_tables[tokens]
 
-    def prepare_lora_batch(
+    def route(
         self,
-        forward_batch: Any,
-        weight_indices: Sequence[int] = (),
-        lora_ranks: Sequence[int] = (),
-        scalings: Sequence[float] = (),
-        use_cuda_graph: bool = False,
-        use_prefill_cuda_graph: bool = False,
+        runs: Sequence[Run],
+        ranks: Sequence[int],
+        scalings: Sequence[float],
         *,
-        runs: Sequence[Run] | None = None,
+        use_cuda_graph: bool = False,
         prefill_tokens: int | None = None,
     ) -> None:
         """Set the routing of the forward that follows.
 
         Args:
-            forward_batch: SGLang's batch; read only where ``runs`` is not given.
-            weight_indices: slot of every request, where ``runs`` is not given.
-            lora_ranks, scalings: per slot, 0 for slots that hold no adapter.
+            runs: rows in order with their (slot, weight) pairs, for every mode.
+            ranks, scalings: per slot, 0 for slots that hold no adapter.
             use_cuda_graph: the forward replays (or captures) a decode graph.
-            use_prefill_cuda_graph: must be false: our manager says it by ``prefill_tokens``.
-            runs: the routing, for every mode: rows in order with their (slot, weight) pairs.
             prefill_tokens: size of the prefill graph that the forward replays (or captures), if it does.
 
         Raises:
             ValueError: a row is routed to a slot that holds no adapter.
         """
-        assert not use_prefill_cuda_graph
-        if runs is None:
-            extend = forward_batch.forward_mode.is_extend()
-            lengths = forward_batch.extend_seq_lens_cpu if extend else [1] * forward_batch.batch_size
-            own = [((slot, 1.0),) if lora_ranks[slot] > 0 else () for slot in weight_indices]
-            runs = list(zip(own, map(int, lengths), strict=True))
         if prefill_tokens is not None:
-            routing = self._tables_of_prefill(prefill_tokens).refresh(runs, lora_ranks, scalings)
+            routing = self._tables_of_prefill(prefill_tokens).refresh(runs, ranks, scalings)
         elif use_cuda_graph:
             if self.graph_tables is None:
                 raise RuntimeError("a decode graph was announced before init_cuda_graph_batch_info")
-            routing = self.graph_tables.refresh(runs, lora_ranks, scalings)
+            routing = self.graph_tables.refresh(runs, ranks, scalings)
         else:
             groups, rows = groups_of(runs)
-            routing = make_routing(groups, rows, lora_ranks, scalings, self.device, places=self.places)
+            routing = make_routing(groups, rows, ranks, scalings, self.device, places=self.places)
         prefill = prefill_tokens is not None
         self.batch_info = Batch(routing, use_cuda_graph or prefill, prefill)
 
@@ -291,32 +284,6 @@ class AtmmBackend(_sgl.BaseLoRABackend):
     ) -> torch.Tensor:
         """The activation of gate and up with this batch's adapters (see ``kernels.atmm.atmm_silu_and_mul``)."""
         return atmm_silu_and_mul(y, x, a, b, self.batch_info.routing, offsets)
-
-    def run_qkv_lora(
-        self,
-        x: torch.Tensor,
-        qkv_lora_a: torch.Tensor,
-        qkv_lora_b: torch.Tensor,
-        *_: Any,
-        output_offset_cpu: torch.Tensor,
-        base_output: torch.Tensor,
-        **__: Any,
-    ) -> torch.Tensor:
-        """SGLang's entry for stacked projections of unequal widths."""
-        return self.add(base_output, x, qkv_lora_a, qkv_lora_b, output_offset_cpu.tolist())
-
-    def run_gate_up_lora(
-        self,
-        x: torch.Tensor,
-        gate_up_lora_a: torch.Tensor,
-        gate_up_lora_b: torch.Tensor,
-        *_: Any,
-        output_offset_cpu: torch.Tensor,
-        base_output: torch.Tensor,
-        **__: Any,
-    ) -> torch.Tensor:
-        """SGLang's entry for gate and up."""
-        return self.add(base_output, x, gate_up_lora_a, gate_up_lora_b, output_offset_cpu.tolist())
 
     # What it does not serve
 

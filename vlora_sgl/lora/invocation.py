@@ -30,10 +30,10 @@ def split_batch(forward_batch: Any, invocation_starts: Sequence[int]) -> Any:
 
     Args:
         forward_batch: SGLang's ``ForwardBatch`` of a prefill; not changed.
-        invocation_starts: first position with the adapter, per row.
+        invocation_starts: first position with the adapter, per row; empty for a batch behind all of them.
     """
     adapters = forward_batch.lora_ids
-    if not any(
+    if not any(invocation_starts) or not any(
         invocation_start and adapter is not None
         for adapter, invocation_start in zip(adapters, invocation_starts, strict=True)
     ):

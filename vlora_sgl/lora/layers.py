@@ -71,7 +71,7 @@ class AtmmColumnLinear(_Atmm, _sgl.ColumnParallelLinearWithLoRA):
         return self.column_forward(input_) if self.lora_active else super().forward(input_)
 
 
-class Owed:
+class DeferredAdapters:
     """What a gate_up linear leaves to the activation behind it: the operands of one output, taken exactly once.
 
     Whatever else happens to that output is an error, never an answer without its adapter.
@@ -80,8 +80,8 @@ class Owed:
     def __init__(self) -> None:
         self._left: tuple[torch.Tensor, tuple[Any, ...]] | None = None
 
-    def check_settled(self) -> None:
-        """Refuse to go on over a debt.
+    def check_taken(self) -> None:
+        """Refuse to go on where an output lacks its adapters.
 
         Raises:
             RuntimeError: what was left was never taken.
@@ -94,14 +94,14 @@ class Owed:
 
     def leave(self, y: torch.Tensor, *operands: Any) -> None:
         """Leave the adapters' part of ``y``, given by the operands of ``atmm`` after it."""
-        self.check_settled()
+        self.check_taken()
         self._left = y, operands
 
     def take(self, y: torch.Tensor) -> tuple[Any, ...] | None:
-        """The operands left for ``y``, or ``None`` where nothing is owed.
+        """The operands left for ``y``, or ``None`` where none were left.
 
         Raises:
-            RuntimeError: something is owed to another tensor.
+            RuntimeError: some were left for another tensor.
         """
         if self._left is None:
             return None
@@ -119,22 +119,22 @@ class AtmmMergedColumnLinear(_Atmm, _sgl.MergedColumnParallelLinearWithLoRA):
     """gate_up and other stacked column-parallel projections.
 
     Attributes:
-        owed: shared with the activation that adds the adapters' part of a prefill, where there is one.
+        deferred: shared with the activation that adds the adapters' part of a prefill, where there is one.
     """
 
-    owed: Owed | None = None
+    deferred: DeferredAdapters | None = None
 
     def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Base and adapters, or the base alone with the adapters left to the activation: [M, N]."""
-        if self.owed is None or not self.lora_backend.defers_activation:
+        if self.deferred is None or not self.lora_backend.defers_activation:
             return super().project(x, bias)
         y: torch.Tensor = self.base_layer.quant_method.apply(self.base_layer, x, bias)
-        self.owed.leave(y, x, self.a, self.b, self.offsets)
+        self.deferred.leave(y, x, self.a, self.b, self.offsets)
         return y
 
     def forward(self, input_: torch.Tensor) -> Any:
-        if self.owed is not None:
-            self.owed.check_settled()
+        if self.deferred is not None:
+            self.deferred.check_taken()
         return self.column_forward(input_) if self.lora_active else super().forward(input_)
 
 
@@ -149,10 +149,10 @@ class AtmmSiluAndMul(nn.Module):
     def __init__(self, base_layer: nn.Module, linear: AtmmMergedColumnLinear) -> None:
         super().__init__()
         self.base_layer, self.lora_backend = base_layer, linear.lora_backend
-        self.owed = linear.owed = Owed()
+        self.deferred = linear.deferred = DeferredAdapters()
 
     def forward(self, x: torch.Tensor) -> Any:
-        operands = self.owed.take(x)
+        operands = self.deferred.take(x)
         return self.base_layer(x) if operands is None else self.lora_backend.silu_and_mul(x, *operands)
 
 

@@ -22,6 +22,7 @@ import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl.core import AdapterId
+from vlora_sgl.lora.slot_residency import SlotResidency
 
 # The staging buffer is device memory that caches nothing: large enough for the bus to be what a load waits for.
 STAGING_BYTES = 64 << 20
@@ -90,6 +91,12 @@ class Packed(NamedTuple):
 class PackedPool(_sgl.LoRAMemoryPool):
     """SGLang's pool of linear layers, loaded as the module says; what it holds besides is loaded as SGLang does.
 
+    Args:
+        residency: whom it asks who is evicted, in place of SGLang's policy.
+        ranks: the rank that every slot holds, by default all the same.
+        places: index of every slot in the buffers, by default its number.
+        options: SGLang's.
+
     Attributes:
         packs: whether it does; not with MoE experts, nor where SGLang clears what lies past an adapter's rank.
         staging: on the device, shared by all loads.
@@ -98,8 +105,19 @@ class PackedPool(_sgl.LoRAMemoryPool):
     A_buffer: dict[str, list[torch.Tensor]]
     B_buffer: dict[str, list[torch.Tensor]]
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self,
+        residency: SlotResidency | None = None,
+        ranks: Sequence[int] | None = None,
+        places: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        slots = options["max_loras_per_batch"]
+        self.ranks: Sequence[int] = ranks or (options["max_lora_rank"],) * slots
+        self.places: Sequence[int] = places or range(slots)
         super().__init__(**options)
+        if residency is not None:
+            self.eviction_policy = residency
         everything = [buffer for buffers in (self.A_buffer, self.B_buffer) for buffer in buffers.values()]
         linear = bool(everything) and all(matrix.ndim == 3 for layers in everything for matrix in layers)
         self.packs = linear and not _sgl.dense_lora_b
@@ -112,6 +130,11 @@ class PackedPool(_sgl.LoRAMemoryPool):
             sizes = [largest.begins[last] - largest.begins[first] for first, last in largest.pieces(room)]
             device = next(matrix.device for layers in everything for matrix in layers)
             self.staging = torch.empty(max(sizes), dtype=self.dtype, device=device)
+
+    def state(self) -> dict[str, Any]:
+        """For ``/server_info``: the rank of each slot, and the bytes of all on this rank."""
+        tensors = [t for buffers in (self.A_buffer, self.B_buffer) for layers in buffers.values() for t in layers]
+        return {"ranks": list(self.ranks), "bytes": sum(t.untyped_storage().nbytes() for t in tensors)}
 
     def pack(self, adapter: Any, lora_modules: Sequence[Mapping[str, Any]]) -> Packed:
         """Lay an adapter's linear layers out in one piece of host memory, pinned where there is a GPU; once.

@@ -98,28 +98,23 @@ class SizedPool(PackedPool):
     Args:
         slot_ranks: rank of every slot but the base model's, multiples of ``SLOT_UNIT``.
         options: SGLang's.
-
-    Attributes:
-        capacities: rank of every slot, rising.
-        places: index of every slot in the buffers.
     """
 
     buffer_id_to_uid: list[Any]
     uid_to_buffer_id: dict[AdapterId, int]
 
     def __init__(self, slot_ranks: Sequence[int], **options: Any) -> None:
-        self.capacities = (0, *sorted(slot_ranks))
-        begins = [sum(self.capacities[:slot]) for slot in range(len(self.capacities))]
-        self.places = tuple(begin // SLOT_UNIT for begin in begins)
-        self.total_rank = sum(self.capacities)
-        super().__init__(**{**options, "max_lora_rank": self.capacities[-1]})
+        ranks = (0, *sorted(slot_ranks))
+        self.total_rank = sum(ranks)
+        places = [sum(ranks[:slot]) // SLOT_UNIT for slot in range(len(ranks))]
+        super().__init__(**{**options, "max_lora_rank": ranks[-1], "ranks": ranks, "places": places})
 
     def init_buffers(self, base_model: Any) -> None:
         """One tensor per module, and the overlapping views that the layers see."""
         super().init_buffers(base_model)
         if self.embedding_A_buffer or self.lm_head_A_buffer or any(t[0].ndim != 3 for t in self.A_buffer.values()):
             raise ConfigError("--vlora-slot-ranks is for linear layers, not for embeddings, lm_head or MoE experts")
-        largest, count = self.capacities[-1], self.places[-1] + 1
+        largest, count = self.ranks[-1], self.places[-1] + 1
         for name, layers in self.A_buffer.items():
             rows = layers[0].shape[1] // self.total_rank  # stacked projections
             for layer, a in enumerate(layers):
@@ -156,7 +151,7 @@ class SizedPool(PackedPool):
         pinned = {uid for uid in self.uid_to_buffer_id if uid is not None and lora_refs[uid].pinned}
         wanted = {uid: 0 if uid is None else int(lora_adapters[uid].config.r) for uid in cur_uids | pinned}
         held = {slot: uid for uid, slot in self.uid_to_buffer_id.items()}
-        moves = place(wanted, held, self.capacities, self.eviction_policy.select_victim)
+        moves = place(wanted, held, self.ranks, self.eviction_policy.select_victim)
         for uid in [*(held[slot] for slot in moves.values() if slot in held), *moves]:
             if uid in self.uid_to_buffer_id:
                 self.buffer_id_to_uid[self.uid_to_buffer_id.pop(uid)] = _sgl.EMPTY_SLOT
@@ -175,8 +170,8 @@ class SizedPool(PackedPool):
             super().load_lora_weight_to_buffer(uid, self.places[buffer_id], *args, **kwargs)
 
     def _clear_buffer_slot_for_base(self, buffer_id: int) -> None:
-        place, rank = self.places[buffer_id], self.capacities[buffer_id]
+        place, rank = self.places[buffer_id], self.ranks[buffer_id]
         for name, layers in self.A_buffer.items():
             for a, b in zip(layers, self.B_buffer[name], strict=True):
-                a[place, : rank * (a.shape[1] // self.capacities[-1])].zero_()
+                a[place, : rank * (a.shape[1] // self.ranks[-1])].zero_()
                 b[place, :, :rank].zero_()

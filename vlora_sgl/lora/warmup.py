@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -22,9 +21,10 @@ import numpy as np
 import torch
 from triton.runtime.errors import OutOfResources
 
-from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, launch, make_routing, tiles_of
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, launch, make_routing
+from vlora_sgl.kernels.atmm.launch import Tiles, tiles_of
 from vlora_sgl.kernels.atmm.row_routing import TILE_ROWS, is_dense
-from vlora_sgl.kernels.tiling import Tile, bucket
+from vlora_sgl.kernels.tiling import bucket
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,9 @@ class Linear:
     Attributes:
         a, b: its slots in the pool.
         offsets: bounds of its stacked projections' columns.
-        ends: the second launches it may take. Where its base weight goes through the operator, one may write before
-            the base GEMM accumulates; where an activation adds the adapters' part, it is always that one's.
+        ends: the calls it may make, by what they end with. Where its base weight goes through the operator, one may
+            write before the base GEMM accumulates; where an activation adds the adapters' part, it is always that
+            one's.
         bias: what is added with it, if anything.
     """
 
@@ -56,10 +57,10 @@ class Linear:
         a, b = self.a, self.b
         return self.offsets, a.shape, a.stride(), b.shape, b.stride(), a.dtype, self.ends, self.bias is not None
 
-    def tiles(self, routing: Routing) -> Iterator[tuple[Tile, Tile, str]]:
-        """Tiles of both launches of a batch, and which the second is."""
+    def tiles(self, routing: Routing) -> Iterator[Tiles]:
+        """The tiles of the calls that a batch may make."""
         for end in self.ends:
-            yield *tiles_of("grouped_shrink", end, self.b, self.a.shape[2], len(self.offsets) - 1, routing), end
+            yield tiles_of(end, self.a, self.b, routing)
 
 
 def wrapped_linears(manager: Any) -> list[Linear]:
@@ -69,7 +70,7 @@ def wrapped_linears(manager: Any) -> list[Linear]:
         for module in layer.values():
             if hasattr(module, "fusible"):
                 ends = ("grouped_expand", "grouped_write") if module.fusible else ("grouped_expand",)
-                if getattr(module, "owed", None) is not None:
+                if getattr(module, "deferred", None) is not None:
                     ends = ("grouped_silu",)
                 linear = Linear(module.a, module.b, module.offsets, ends, module.own_bias)
                 found.setdefault(linear.key, linear)
@@ -90,20 +91,18 @@ def compile_prefills(manager: Any, captured: int, most: int) -> int:
     if not linears or fewest > most:
         return 0
     start = time.monotonic()
-    # Two slots a row: a merged adapter taken out beside its own, or two members of a routed adapter.
-    two = manager.switcher is not None or getattr(manager, "router_tables", None) is not None
     sizes = range(bucket(fewest), bucket(most) + 1)
-    with _compiling() as kernels:
-        for pairs, block in product((1, 2) if two else (1,), _blocks(fewest, slots)):
-            routing = _routing(slots, pairs, block, backend.places, manager.device)
-            large = [replace(routing, rows=1 << size) for size in sizes]
-            for linear in linears:
-                _compile(linear, routing, {tiles for batch in large for tiles in linear.tiles(batch)})
+    compiler = _Compiler()
+    for pairs, block in product((1, 2) if manager.two_slots_a_row else (1,), _blocks(fewest, slots)):
+        routing = _routing(slots, pairs, block, backend.places, manager.device)
+        large = [replace(routing, rows=1 << size) for size in sizes]
+        for linear in linears:
+            _compile(linear, routing, {tiles for batch in large for tiles in linear.tiles(batch)}, compiler)
     logger.info(
         "compiled %d kernels for prefills of %d to %d tokens in %.1f s",
-        *(len(kernels), fewest, most, time.monotonic() - start),
+        *(len(compiler.kernels), fewest, most, time.monotonic() - start),
     )
-    return len(kernels)
+    return len(compiler.kernels)
 
 
 def _blocks(fewest: int, slots: int) -> Sequence[int]:
@@ -119,39 +118,33 @@ def _routing(slots: int, pairs: int, block: int, places: Sequence[int], device: 
     return make_routing([group], ROWS, [1] * slots, [1.0] * slots, device, places=places, block=block, dense=False)
 
 
-def _compile(linear: Linear, routing: Routing, tiles: Iterable[tuple[Tile, Tile, str]]) -> None:
+def _compile(linear: Linear, routing: Routing, tiles: Iterable[Tiles], compiler: _Compiler) -> None:
     a, b, offsets = linear.a, linear.b, linear.offsets
     x, y = a.new_empty((ROWS, a.shape[2])), a.new_empty((ROWS, offsets[-1]))
-    for shrink, expand, end in tiles:
-        if end == "grouped_silu":
-            launch.grouped_silu(y, x, a, b, routing, shrink, expand)
-            continue
-        accumulate = end == "grouped_expand"
-        bias = None if accumulate else linear.bias  # what accumulates finds the bias in y
-        launch.grouped(y, x, a, b, routing, offsets, shrink, expand, accumulate=accumulate, bias=bias)
+    for each in tiles:
+        bias = linear.bias if each.end == "grouped_write" else None  # what accumulates finds the bias in y
+        launch.run(each, (y, x, a, b, routing, offsets), bias=bias, start=compiler)
 
 
-@contextmanager
-def _compiling() -> Iterator[set[Any]]:
-    """Launches compile and load their kernel, and do not run it; yields what there was to compile."""
-    kernels: set[Any] = set()
+class _Compiler:
+    """Compiles and loads each kernel once (a ``launch.Start``).
 
-    def instead(function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    Attributes:
+        kernels: what there was to compile.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: set[Any] = set()
+
+    def __call__(self, function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         sizes = (value for value in args if isinstance(value, int))
         name = function.__name__, args[0].dtype, *sizes, *options.values()
-        if name not in kernels:
-            kernels.add(name)
+        if name not in self.kernels:
+            self.kernels.add(name)
             try:
-                load(function.warmup(*args, grid=grid, **options))
+                load(launch.compiled(function, grid, *args, **options))
             except OutOfResources as error:
                 logger.warning("%s does not fit this device: %s", function.__name__, error)
-
-    launched: Callable[..., None] = launch._run
-    launch._run = instead
-    try:
-        yield kernels
-    finally:
-        launch._run = launched
 
 
 def load(compiled: Any) -> Any:

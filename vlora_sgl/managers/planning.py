@@ -65,11 +65,7 @@ class Planning:
         )
         log = args.iteration_log if logs else None
         self.iteration_log = None if log is None else IterationLog(Path(log), costs)
-        pool = lora_manager.memory_pool
-        self.residency = SlotResidency(memory=lora_manager.max_loras_per_batch)
-        for uid in pool.uid_to_buffer_id:
-            self.residency.mark_used(uid)
-        pool.eviction_policy = self.residency
+        self.residency: SlotResidency = lora_manager.residency
 
     def change(self, args: VLoraArgs) -> None:
         """Decide by other settings from the next iteration on."""

@@ -118,7 +118,7 @@ class AdapterContent:
     Attributes:
         digest: of weights, scalings and invocation start.
         invocation: ``None`` from the first token on; ``"after_image"`` after the prompt's last image; a token
-            sequence: from the start of its last occurrence (PEFT's ``alora_invocation_tokens``).
+            sequence: from the start of its last occurrence.
     """
 
     digest: str

@@ -55,7 +55,7 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
     def __init__(self, model_runner: Any) -> None:
         self.attention = None
         if model_runner.server_args.enable_lora:
-            model_runner.lora_manager.prefill_graphs = self
+            model_runner.lora_manager.use_prefill_graphs(self)
             self.attention = captured_attention(model_runner)
         super().__init__(model_runner)
 

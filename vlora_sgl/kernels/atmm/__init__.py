@@ -8,14 +8,14 @@ together, which saves launches for few rows (decode) and a pass over the output 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 
 from vlora_sgl.kernels.atmm import launch
+from vlora_sgl.kernels.atmm.launch import tiles_of
 from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_silu_reference, atmm_torch
 from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_ROWS, Group, Pairs, Routing, make_routing
-from vlora_sgl.kernels.tiling import Tile, TilingTable, pack, table_for
+from vlora_sgl.kernels.tiling import TilingTable
 
 __all__ = [
     "DENSE_MAX_ROWS",
@@ -39,25 +39,6 @@ WRITE_FIRST_SHARE = 0.75
 Beside the products, writing first moves y twice (2 M N elements, though the GEMM hides its half); accumulating
 afterwards moves the touched rows twice (2 f M N). A prototype on an H100 took 1.120 and 1.144 of the base at f = 1.
 """
-
-
-@lru_cache(maxsize=1 << 16)
-def _keys(first: str, second: str, *shape: int, parts: int, pairs: int, dtype: torch.dtype) -> tuple[int, int]:
-    return (
-        pack(first, *shape, parts=parts, pairs=pairs, dtype=dtype),
-        pack(second, *shape, parts=parts, pairs=pairs, dtype=dtype),
-    )
-
-
-def tiles_of(
-    first: str, second: str, b: torch.Tensor, k: int, parts: int, routing: Routing, table: TilingTable | None = None
-) -> tuple[Tile, Tile]:
-    """The tiles of both launches of a call, by their operations (``tiling.OPS``)."""
-    found = table or table_for(b.device.index)
-    _, n, r = b.shape
-    pairs = 1 if routing.tile_slots is None else routing.tile_slots.shape[1]
-    keys = _keys(first, second, n, k, r, routing.rows, routing.slots, parts=parts, pairs=pairs, dtype=b.dtype)
-    return found.lookup(keys[0]), found.lookup(keys[1])
 
 
 def atmm(
@@ -92,11 +73,8 @@ def atmm(
         return y
     if not on_kernels(x.device):
         return atmm_torch(y, x, a, b, routing, offsets)
-    if routing.gates is not None:
-        tile, expand = tiles_of("shrink", "expand", b, x.shape[1], len(offsets) - 1, routing, table)
-        return launch.dense(y, x, a, b, routing, offsets, tile, expand)
-    tile, expand = tiles_of("grouped_shrink", "grouped_expand", b, x.shape[1], len(offsets) - 1, routing, table)
-    return launch.grouped(y, x, a, b, routing, offsets, tile, expand)
+    end = "expand" if routing.gates is not None else "grouped_expand"
+    return launch.run(tiles_of(end, a, b, routing, table), (y, x, a, b, routing, offsets))
 
 
 def atmm_linear(
@@ -128,14 +106,12 @@ def atmm_linear(
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
     y = x.new_empty((routing.rows, offsets[-1]))
     launch.check(y, x, a, b, routing, offsets)
-    parts = len(offsets) - 1
+    operands = y, x, a, b, routing, offsets
     if routing.gates is not None:
-        shrink, expand = tiles_of("linear_shrink", "linear", b, x.shape[1], parts, routing, table)
-        return launch.dense(y, x, a, b, routing, offsets, shrink, expand, weight, bias)
+        return launch.run(tiles_of("linear", a, b, routing, table), operands, weight=weight, bias=bias)
     if routing.touched is not None and routing.touched < WRITE_FIRST_SHARE * routing.rows:
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
-    tile, expand = tiles_of("grouped_shrink", "grouped_write", b, x.shape[1], parts, routing, table)
-    launch.grouped(y, x, a, b, routing, offsets, tile, expand, accumulate=False, bias=bias)
+    launch.run(tiles_of("grouped_write", a, b, routing, table), operands, bias=bias)
     return y.addmm_(x, weight.T)
 
 
@@ -168,8 +144,7 @@ def atmm_silu_and_mul(
         raise ValueError("the fused activation needs row tiles and a device with kernels: use atmm and an activation")
     if not routing.rows:
         return y.new_empty((0, width))
-    shrink, tile = tiles_of("grouped_shrink", "grouped_silu", b, x.shape[1], 2, routing, table)
-    return launch.grouped_silu(y, x, a, b, routing, shrink, tile)
+    return launch.run(tiles_of("grouped_silu", a, b, routing, table), (y, x, a, b, routing, offsets))
 
 
 def on_kernels(device: torch.device) -> bool:

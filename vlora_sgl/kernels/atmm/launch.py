@@ -1,9 +1,13 @@
-"""Launching the kernels: grids, workspaces and the choice of tile."""
+"""Launching the kernels: the choice of tiles, grids and workspaces.
+
+A call is two launches: a shrink, and what it ends with, which names the call (``FIRST``). The operator, the search and
+the compilation at start all resolve ``Tiles`` and ``run`` them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -14,10 +18,93 @@ import triton
 from vlora_sgl.kernels.atmm import activation, kernel
 from vlora_sgl.kernels.atmm.row_routing import Routing
 from vlora_sgl.kernels.devices import ARRIVALS, arrivals, early, is_hopper, shared_memory
-from vlora_sgl.kernels.tiling import Tile
+from vlora_sgl.kernels.tiling import Tile, TilingTable, pack, table_for
 
 MAX_PARTS = 4
 _SHARED = 160 << 10  # bytes that the pipeline of an expand may fill
+FIRST = {
+    "linear": "linear_shrink",
+    "expand": "shrink",
+    "grouped_write": "grouped_shrink",
+    "grouped_expand": "grouped_shrink",
+    "grouped_silu": "grouped_shrink",
+}
+"""What a call ends with -> the shrink before it; both as the tables call them (``tiling.OPS``)."""
+
+Start = Callable[..., object]
+"""Called as ``start(kernel, grid, *args, **options)``: launches, or only compiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of both launches of a call.
+
+    Attributes:
+        end: what it ends with, a key of ``FIRST``.
+        shrink, expand: of its first and its second launch.
+    """
+
+    end: str
+    shrink: Tile
+    expand: Tile
+
+
+def tiles_of(end: str, a: torch.Tensor, b: torch.Tensor, routing: Routing, table: TilingTable | None = None) -> Tiles:
+    """The tiles of a call: those of ``table``, or of the device's own."""
+    (_, n, r), (_, low, k) = b.shape, a.shape
+    pairs = 1 if routing.tile_slots is None else routing.tile_slots.shape[1]
+    return _resolve(
+        table or table_for(b.device.index), end, (n, k, r, routing.rows, routing.slots), low // r, pairs, b.dtype
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _resolve(
+    table: TilingTable, end: str, shape: tuple[int, int, int, int, int], parts: int, pairs: int, dtype: torch.dtype
+) -> Tiles:
+    ops = FIRST[end], end
+    return Tiles(end, *(table.lookup(pack(op, *shape, parts=parts, pairs=pairs, dtype=dtype)) for op in ops))
+
+
+def launched(function: triton.JITFunction, grid: tuple[int, ...], *args: object, **options: object) -> object:
+    """A ``Start``: the kernel runs."""
+    return function[grid](*args, **options)
+
+
+def compiled(function: triton.JITFunction, grid: tuple[int, ...], *args: object, **options: object) -> object:
+    """A ``Start``: the kernel is compiled, and does not run."""
+    return function.warmup(*args, grid=grid, **options)
+
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Routing, Sequence[int]]
+"""``(y, x, a, b, routing, offsets)``, as in ``atmm``."""
+
+
+def run(
+    tiles: Tiles,
+    operands: Operands,
+    *,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    start: Start = launched,
+) -> torch.Tensor:
+    """Both launches of a call.
+
+    Args:
+        weight: of the base GEMM of ``linear``.
+        bias: what ``linear`` and ``grouped_write`` add.
+        start: launches each kernel.
+
+    Returns:
+        y, to which ``expand`` and ``grouped_expand`` have added the adapters' part; ``linear`` has written base and
+        adapters to it, ``grouped_write`` the adapters' part of every row. ``grouped_silu`` leaves y [M, >= 2 I] and
+        returns the activation, [M, I], freshly allocated.
+    """
+    if tiles.end in ("linear", "expand"):
+        return _dense(tiles, operands, weight, bias, start)
+    if tiles.end == "grouped_silu":
+        return _grouped_silu(tiles, operands, start)
+    return _grouped(tiles, operands, bias, start)
 
 
 def _bounds(offsets: Sequence[int]) -> tuple[int, int, int, int]:
@@ -57,11 +144,6 @@ def _stages(tile: Tile, block_m: int, rp: int, pairs: int, x: torch.Tensor) -> i
     return max(1, min(tile.stages, min(_SHARED, shared_memory(x.device)) // step))
 
 
-def _run(function: triton.JITFunction, grid: tuple[int, ...], *args: object, **options: object) -> None:
-    """Launch. The tiling search replaces it where it only compiles."""
-    function[grid](*args, **options)
-
-
 def check(
     y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Routing, offsets: Sequence[int]
 ) -> None:
@@ -91,35 +173,22 @@ def check(
             raise ValueError(f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}")
 
 
-def dense(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    routing: Routing,
-    offsets: Sequence[int],
-    shrink: Tile,
-    expand: Tile,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+def _dense(
+    tiles: Tiles, operands: Operands, weight: torch.Tensor | None, bias: torch.Tensor | None, start: Start
 ) -> torch.Tensor:
-    """The dense kernels: with ``weight``, ``y = x W^T + bias + LoRA``; without, ``y += LoRA``.
-
-    Args:
-        expand: tile of the second launch: of the base GEMM and the expand, or of the expand alone.
-    """
+    y, x, a, b, routing, offsets = operands
     assert routing.gates is not None and routing.active is not None
     slots, r, parts, k = routing.slots, b.shape[2], len(offsets) - 1, x.shape[1]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
     m, pdl = routing.rows, is_hopper(x.device)
     block_m, shared = triton.next_power_of_2(max(m, 16)), shared_memory(x.device)
-    shrink = fitting(shrink, block_m, x.itemsize, shared)
-    tiles = slots * -(-parts * rp // shrink.block_n)
+    shrink, expand = fitting(tiles.shrink, block_m, x.itemsize, shared), tiles.expand
+    low_tiles = slots * -(-parts * rp // shrink.block_n)
     h = torch.empty((m, slots * parts * rp), dtype=x.dtype, device=x.device)
     extra = early(pdl)
-    _run(
-        kernel.dense_shrink_kernel, (tiles * shrink.split_k,),
-        x, a, h, routing.gates, routing.active, _partials(x, tiles, shrink, block_m), arrivals(x.device, "shrink"),
+    start(
+        kernel.dense_shrink_kernel, (low_tiles * shrink.split_k,),
+        x, a, h, routing.gates, routing.active, _partials(x, low_tiles, shrink, block_m), arrivals(x.device, "shrink"),
         m, x.stride(0), a.stride(0),
         K=k, C=parts, RP=rp, SLOTS=slots, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n, BK=shrink.block_k,
         PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **extra,
@@ -131,13 +200,13 @@ def dense(
         "num_warps": expand.warps, **extra,
     }  # fmt: skip
     if weight is None:
-        _run(
+        start(
             kernel.dense_expand_kernel, (columns,),
             y, b, h, routing.active, m, y.stride(0), b.stride(0), b.stride(1), num_stages=1, **common,
         )  # fmt: skip
         return y
     expand = fitting(expand, block_m, x.itemsize, shared)
-    _run(
+    start(
         kernel.dense_linear_kernel, (columns * expand.split_k,),
         x, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
         arrivals(x.device, "linear"), m, x.stride(0), y.stride(0), weight.stride(0), b.stride(0), b.stride(1),
@@ -154,7 +223,7 @@ def _partials(x: torch.Tensor, tiles: int, tile: Tile, block_m: int) -> torch.Te
 
 
 def _grouped_shrink(
-    x: torch.Tensor, a: torch.Tensor, rank: int, parts: int, routing: Routing, tile: Tile
+    x: torch.Tensor, a: torch.Tensor, rank: int, parts: int, routing: Routing, tile: Tile, start: Start
 ) -> torch.Tensor:
     """h [P, M, C * RP] of every row tile's slots; rows without a slot are left as they come."""
     assert routing.tile_rows is not None and routing.tile_slots is not None
@@ -165,7 +234,7 @@ def _grouped_shrink(
     h = torch.empty((pairs, routing.rows, parts * rp), dtype=x.dtype, device=x.device)
     if tiles * h_tiles > ARRIVALS:
         tile = replace(tile, split_k=1)  # this many tiles fill the chip without splitting
-    _run(
+    start(
         kernel.grouped_shrink_kernel, (h_tiles * tile.split_k, tiles),
         x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles,
         _partials(x, tiles * h_tiles, tile, block_m), arrivals(x.device, "shrink"),
@@ -176,62 +245,38 @@ def _grouped_shrink(
     return h
 
 
-def grouped(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    routing: Routing,
-    offsets: Sequence[int],
-    shrink: Tile,
-    expand: Tile,
-    *,
-    accumulate: bool = True,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The grouped kernels: ``y += LoRA``, or with ``accumulate=False`` ``y = LoRA (+ bias)`` for every row."""
+def _grouped(tiles: Tiles, operands: Operands, bias: torch.Tensor | None, start: Start) -> torch.Tensor:
+    y, x, a, b, routing, offsets = operands
     assert routing.tile_rows is not None and routing.tile_slots is not None and routing.n_tiles is not None
     parts, r = len(offsets) - 1, b.shape[2]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
-    (tiles, block_m), pairs = routing.tile_rows.shape, routing.tile_slots.shape[1]
-    h = _grouped_shrink(x, a, r, parts, routing, shrink)
+    (count, block_m), pairs = routing.tile_rows.shape, routing.tile_slots.shape[1]
+    expand, h = tiles.expand, _grouped_shrink(x, a, r, parts, routing, tiles.shrink, start)
     n_tiles, pdl = _column_tiles(offsets, expand.block_n), is_hopper(x.device)
-    _run(
-        kernel.grouped_expand_kernel, (-(-n_tiles // expand.run), tiles),
+    start(
+        kernel.grouped_expand_kernel, (-(-n_tiles // expand.run), count),
         y, x if bias is None else bias, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles,
         routing.rows, y.stride(0), b.stride(0), b.stride(1), h.stride(0),
         O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs),
         N_TILES=n_tiles, RUN=expand.run, STAGES=_stages(expand, block_m, rp, pairs, x),
-        ACCUMULATE=accumulate, HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
+        ACCUMULATE=tiles.end == "grouped_expand", HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
         num_warps=expand.warps, num_stages=1, **early(pdl),
     )  # fmt: skip
     return y
 
 
-def grouped_silu(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    routing: Routing,
-    shrink: Tile,
-    tile: Tile,
-) -> torch.Tensor:
-    """The grouped shrink, and the expand of gate and up inside their activation: [M, I], freshly allocated.
-
-    Args:
-        y: [M, >= 2 I] the base layer's gate and up; read only.
-    """
+def _grouped_silu(tiles: Tiles, operands: Operands, start: Start) -> torch.Tensor:
+    y, x, a, b, routing, _ = operands
     assert routing.tile_rows is not None and routing.tile_slots is not None and routing.n_tiles is not None
-    (_, n, r), (tiles, block_m), pairs = b.shape, routing.tile_rows.shape, routing.tile_slots.shape[1]
+    (_, n, r), (count, block_m), pairs = b.shape, routing.tile_rows.shape, routing.tile_slots.shape[1]
     rp, width, pdl = rank_pad(r), n // 2, is_hopper(x.device)
-    h = _grouped_shrink(x, a, r, 2, routing, shrink)
+    tile, h = tiles.expand, _grouped_shrink(x, a, r, 2, routing, tiles.shrink, start)
     act = y.new_empty((routing.rows, width))
     held = 2 * block_m * rp * pairs * x.itemsize  # both halves of h
     stage = 2 * tile.block_n * (rp * pairs + block_m) * x.itemsize  # of B and of y
     stages = max(1, min(tile.stages, (min(_SHARED, shared_memory(x.device)) - held) // stage))
-    _run(
-        activation.grouped_silu_kernel, (-(-width // (tile.block_n * tile.run)), tiles),
+    start(
+        activation.grouped_silu_kernel, (-(-width // (tile.block_n * tile.run)), count),
         act, y, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles,
         routing.rows, act.stride(0), y.stride(0), b.stride(0), b.stride(1), h.stride(0),
         I=width, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs), RUN=tile.run, STAGES=stages,

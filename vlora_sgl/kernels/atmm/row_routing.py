@@ -6,7 +6,7 @@ the kernels only there: a captured CUDA graph sees the next batch by refreshing 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ TILE_ROWS = (16, 64)
 Pairs = tuple[tuple[int, float], ...]
 Group = tuple[np.ndarray, Pairs]
 """Row numbers (int32, 1-D) and the (slot, weight) pairs all of them apply."""
+Run = tuple[Pairs, int]
+"""``(pairs, n_rows)``: the next ``n_rows`` rows of the batch apply these (slot, weight) pairs."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,16 @@ class Routing:
     def has_adapters(self) -> bool:
         """Whether any row applies any slot."""
         return any(pairs and len(rows) for rows, pairs in self.groups)
+
+
+def groups_of(runs: Iterable[Run]) -> tuple[list[Group], int]:
+    """Rows that apply the same pairs, gathered from all over the batch; and the number of rows."""
+    parts: dict[Pairs, list[np.ndarray]] = {}
+    at = 0
+    for pairs, count in runs:
+        parts.setdefault(tuple(pairs), []).append(np.arange(at, at + count, dtype=np.int32))
+        at += count
+    return [(np.concatenate(rows), pairs) for pairs, rows in parts.items()], at
 
 
 def is_dense(rows: int, slots: int) -> bool:

@@ -1,0 +1,90 @@
+"""What the LoRA manager refuses to merge: asked beforehand, and nothing changes by asking."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vlora_sgl.core import BatchPlan, InferenceMode
+from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.lora.manager import VLoraManager
+from vlora_sgl.lora.store import AdapterStore
+
+
+class Merger:
+    """Merges all that is loaded but one."""
+
+    merged = None
+
+    def refusal(self, adapter: str) -> str | None:
+        if adapter not in "abcd":
+            raise UnknownAdapterError(adapter, "abcd")
+        return "it has weights for lm_head" if adapter == "d" else None
+
+
+def manager(slots: int = 3, pinned: str = "", routes_rows: bool = True, slot_ranks: tuple[int, ...] = ()) -> Any:
+    made = VLoraManager.__new__(VLoraManager)
+    refs = {uid: SimpleNamespace(pinned=uid in pinned) for uid in "abcdr"}
+    adapters = {uid: SimpleNamespace(config=SimpleNamespace(r=16 if uid == "a" else 64)) for uid in "abcd"}
+    store = AdapterStore(
+        adapters,
+        {},
+        refs,
+        builder=Any,
+        device=Any,
+        slots=slots,
+        slot_ranks=slot_ranks,
+        roots=(),  # type: ignore[arg-type]
+    )
+    store.routed["r"] = SimpleNamespace(members=("b", "c"))  # type: ignore[assignment]
+    made.__dict__.update(
+        _store=store,
+        _merger=Merger(),
+        _routes_rows=routes_rows,
+        lora_refs=refs,
+        max_loras_per_batch=slots,
+        num_pinned_loras=len(pinned),
+        memory_pool=SimpleNamespace(max_loras_per_batch=slots),
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "merged", "adapters", "reason"),
+    [
+        ({}, None, ["a", "d"], None),
+        ({}, "a", ["a", "a"], None),
+        ({}, "a", ["a", "b", None], None),
+        ({}, "d", ["d"], "lm_head"),
+        ({}, "r", ["r"], "routed adapter"),
+        ({}, "a", ["b", "c"], "no slot"),
+        ({}, "a", ["r"], "no slot"),  # its members need two
+        ({"slots": 4}, "a", ["r"], None),
+        ({"pinned": "b"}, "a", ["a"], None),
+        ({"pinned": "b"}, "a", ["c"], "no slot"),
+        ({"slot_ranks": (16, 64)}, "a", ["b"], None),
+        ({"slot_ranks": (16, 64)}, "b", ["c"], "no slot"),
+        ({"routes_rows": False}, "a", ["a"], None),
+        ({"routes_rows": False}, "a", ["a", None], "--lora-backend atmm"),
+    ],
+)
+def test_a_merge_that_cannot_be_is_refused_with_its_reason(
+    options: dict[str, Any], merged: str | None, adapters: list[str | None], reason: str | None
+) -> None:
+    one = manager(**options)
+    for _ in range(2):
+        found = one.refuses(merged, adapters)
+        assert found is None if reason is None else reason in found
+    assert one.plan.merged_adapter is None
+
+
+def test_an_adapter_that_is_not_loaded_is_no_refusal() -> None:
+    with pytest.raises(UnknownAdapterError):
+        manager().refuses("x", ["x"])
+
+
+def test_a_plan_is_taken_as_it_is() -> None:
+    one, plan = manager(), BatchPlan(("1",), InferenceMode.MERGED, "a", (7,))
+    assert one.set_plan(plan) is None and one.plan is plan

@@ -1,0 +1,217 @@
+"""What can be merged into the base weights, and the switch, ordered on the forward stream."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from vlora_sgl import _sgl
+from vlora_sgl.core import AdapterId
+from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.kernels.merge import MergeTable, MergeTarget
+from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher, base_copies
+from vlora_sgl.lora.packed import PackedPool
+from vlora_sgl.lora.row_routing import RowRouting
+
+logger = logging.getLogger(__name__)
+
+
+class Merger:
+    """Merges adapters of one rank.
+
+    Args:
+        adapters: SGLang's adapters by id.
+        pool: their slots.
+        rows: says which slot an adapter holds.
+        modules: the wrapped modules by layer.
+        target_modules: SGLang's names of the kinds of modules that adapters may target, here called groups.
+        device: that the batches run on.
+        copy: where the copy of the base weights lies (``base_copies``), or ``None``: nothing is ever merged.
+
+    Attributes:
+        switcher: the mode switch, or ``None`` when nothing may or can be merged.
+    """
+
+    def __init__(
+        self,
+        adapters: Mapping[str, _sgl.LoRAAdapter],
+        pool: PackedPool,
+        rows: RowRouting,
+        modules: Sequence[Mapping[str, Any]],
+        target_modules: set[str],
+        device: torch.device,
+        copy: str | None,
+    ) -> None:
+        self._adapters, self._pool, self._rows = adapters, pool, rows
+        self._target_modules, self._device = target_modules, device
+        self._unmergeable: dict[str, str] = dict.fromkeys(_sgl.EMBEDDING_NAMES, "embeddings are shared with the input")
+        self._groups: dict[str, frozenset[str]] = {}
+        self._refused: dict[str, str | None] = {}
+        self._forward_stream: torch.cuda.Stream | None = None
+        self.switcher = None if copy is None else self._make_switcher(modules, copy)
+
+    def _make_switcher(self, layers: Sequence[Mapping[str, Any]], copy: str) -> ModeSwitcher | None:
+        modules: list[tuple[str, str, Any]] = []
+        for layer in layers:
+            for name, module in layer.items():
+                group = self._group_of(name)
+                reason = why_not_mergeable(module)
+                if reason is None:
+                    modules.append((group, name, module))
+                else:
+                    self._unmergeable.setdefault(group, f"{name}: {reason}")
+        modules = [entry for entry in modules if entry[0] not in self._unmergeable]
+        for group, reason in sorted(self._unmergeable.items()):
+            if group in self._target_modules:
+                logger.warning("%s is never merged into the weights (%s)", group, reason)
+        if not modules:
+            logger.warning("no module can be merged: every batch runs unmerged")
+            return None
+        modules.sort(key=lambda entry: entry[0])
+        weights = [module.base_layer.weight.data for _, _, module in modules]
+        targets = []
+        for (group, name, module), weight, base in zip(modules, weights, base_copies(weights, copy), strict=True):
+            lora_a, lora_b = _buffers(module)
+            for index, (start, end) in enumerate(pairwise(module.output_offset_cpu.tolist())):
+                rows = slice(start, end)
+                targets.append(
+                    MergeTarget(f"{name}[{index}]", group, weight[rows], base[rows], lora_a, lora_b[:, rows], index)
+                )
+        table = MergeTable(targets)
+        table.warm_up(self._pool.max_lora_rank)
+        size = sum(w.numel() * w.element_size() for w in weights)
+        logger.info(
+            "copy of the base weights of %d mergeable weights: %.2f GB on %s", len(weights), size / 2**30, copy
+        )
+        return ModeSwitcher(table)
+
+    @property
+    def merged(self) -> AdapterId:
+        """The adapter merged into the weights now, ``None`` while they are the base model's."""
+        return None if self.switcher is None else self.switcher.merged
+
+    def refusal(self, adapter: str) -> str | None:
+        """Why this adapter cannot be merged into the weights, or ``None`` if it can.
+
+        Raises:
+            UnknownAdapterError: it is not loaded.
+        """
+        if adapter not in self._adapters:
+            raise UnknownAdapterError(adapter, self._adapters)
+        if adapter not in self._refused:
+            self._refused[adapter] = self._find_refusal(adapter)
+            if self._refused[adapter] is not None:
+                logger.warning("adapter %s is never merged: %s", adapter, self._refused[adapter])
+        return self._refused[adapter]
+
+    def _find_refusal(self, adapter: str) -> str | None:
+        if self.switcher is None:
+            return "merging is off"
+        outside = self._groups_of(adapter) - self.switcher.table.groups
+        if outside:
+            group = min(outside)
+            return f"it has weights for {group} ({self._unmergeable.get(group, 'not a wrapped module')})"
+        return None
+
+    def _group_of(self, name: str) -> str:
+        return str(_sgl.get_target_module_name(name, self._target_modules))
+
+    def _groups_of(self, adapter: str) -> frozenset[str]:
+        if adapter not in self._groups:
+            lora = self._adapters[adapter]
+            found = set()
+            for name in [name for layer in lora.layers for name in layer.weights] + list(lora.embedding_layers or ()):
+                # The pool skips (with a warning) weights of modules it has no buffers for.
+                with contextlib.suppress(ValueError):
+                    found.add(self._group_of(name))
+            self._groups[adapter] = frozenset(found)
+        return self._groups[adapter]
+
+    def carry_out(self, merged: AdapterId) -> AdapterId:
+        """Bring the weights to the state that the next batch wants, on the current stream, which runs it.
+
+        Args:
+            merged: the adapter to be merged, which holds a slot; ``None`` for the base weights.
+
+        Returns:
+            The adapter merged now.
+        """
+        if self._device.type == "cuda":
+            self._forward_stream = torch.cuda.current_stream()
+        if self.switcher is None:
+            return None
+        if merged is None:
+            self.switcher.restore()
+        elif self.switcher.merged != merged:
+            adapter, place = self._adapters[merged], self._pool.places[self._rows.slot_of(merged)]
+            groups = self._groups_of(merged)
+            self.switcher.merge(MergeOperand(merged, place, adapter.config.r, float(adapter.scaling), groups))
+        return merged
+
+    # Between batches
+
+    def unmerge(self, only: AdapterId = None) -> None:
+        """Bring the base weights back before the current stream's next work, from any thread of control.
+
+        The copy runs on the forward stream, behind a step that may still be in flight, and the current stream waits
+        for both. Call it before adapters are unloaded and before weights are read, replaced, saved or freed.
+
+        Args:
+            only: leave the weights if another adapter than this is merged.
+        """
+        with self._on_forward_stream():
+            if self.switcher is not None and only in (None, self.switcher.merged):
+                self.switcher.restore()
+
+    def forget(self, adapter: str) -> None:
+        """Unmerge an adapter that will be unloaded.
+
+        The pool clears its slot from the scheduler's stream, which waits for a step that may still subtract it.
+        """
+        self.unmerge(adapter)
+        self._refused.pop(adapter, None)
+        self._groups.pop(adapter, None)
+
+    def rebase(self) -> None:
+        """Take the present weights as the base model's, after they were updated."""
+        if self.switcher is not None:
+            self.switcher.rebase()
+
+    @contextlib.contextmanager
+    def _on_forward_stream(self) -> Iterator[None]:
+        if self._forward_stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream()
+        self._forward_stream.wait_stream(caller)
+        with torch.cuda.stream(self._forward_stream):
+            yield
+        caller.wait_stream(self._forward_stream)
+
+
+def why_not_mergeable(module: Any) -> str | None:
+    """Why a wrapped module's adapters cannot be merged into its weight, or ``None`` if they can."""
+    layer: Any = getattr(module, "base_layer", None)
+    weight: Any = getattr(layer, "weight", None)
+    if not isinstance(module, (_sgl.ColumnParallelLinearWithLoRA, _sgl.RowParallelLinearWithLoRA)):
+        return f"a {type(module).__name__} has no single weight matrix"
+    if not isinstance(layer.quant_method, _sgl.UnquantizedLinearMethod):
+        return f"quantised with {type(layer.quant_method).__name__}"
+    if weight is None or weight.ndim != 2 or not weight.is_contiguous() or not weight.is_floating_point():
+        return "its weight is not stored as a plain matrix"
+    lora_a, _ = _buffers(module)
+    if weight.dtype != lora_a.dtype:
+        return f"its weight is {weight.dtype}, adapters are {lora_a.dtype}"
+    if module.output_offset_cpu[-1] != weight.shape[0]:
+        return "adapters cover part of its rows only"
+    return None
+
+
+def _buffers(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    stacked = hasattr(module, "A_buffer_qkv")
+    return (module.A_buffer_qkv, module.B_buffer_qkv) if stacked else (module.A_buffer, module.B_buffer)

@@ -1,0 +1,68 @@
+"""From the rows of a batch to the operator's routing: which slots each row applies, with which weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from vlora_sgl import _sgl
+from vlora_sgl.core import AdapterId, row_pairs
+from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.kernels.atmm import Pairs
+from vlora_sgl.kernels.atmm.row_routing import Run
+from vlora_sgl.routed.rows import LoadedRouted, row_lengths
+
+
+class RowRouting:
+    """The routing of one batch after the other.
+
+    Args:
+        pool: SGLang's, which knows every adapter's slot.
+        adapters: SGLang's adapters by id, for their ranks and scalings.
+        routed: routed adapters by id.
+    """
+
+    def __init__(
+        self,
+        pool: _sgl.LoRAMemoryPool,
+        adapters: Mapping[str, _sgl.LoRAAdapter],
+        routed: Mapping[str, LoadedRouted],
+    ) -> None:
+        self._pool, self._adapters, self._routed = pool, adapters, routed
+
+    def slot_of(self, adapter: AdapterId) -> int:
+        """The pool slot of an adapter.
+
+        Raises:
+            UnknownAdapterError: it holds none; SGLang would answer with whatever adapter holds slot 0.
+        """
+        slots = self._pool.uid_to_buffer_id
+        if adapter not in slots:
+            raise UnknownAdapterError(str(adapter), map(str, slots))
+        return int(slots[adapter])
+
+    def pairs_of(self, adapter: AdapterId, merged: AdapterId) -> Pairs:
+        """The (slot, weight) pairs of a row of ``adapter`` while ``merged`` is merged.
+
+        A routed adapter's row has its members with weight zero: its router decides before the first layer.
+        """
+        routed = self._routed.get(adapter) if adapter is not None else None
+        if routed is not None:
+            return (*((self.slot_of(uid), 0.0) for uid in routed.members), *self.pairs_of(None, merged))
+        return tuple((self.slot_of(uid), weight) for uid, weight in row_pairs(adapter, merged))
+
+    def runs_of(self, forward_batch: Any, merged: AdapterId) -> list[Run]:
+        """One run for each row of a batch (SGLang's ``ForwardBatch``, split at invocation starts)."""
+        pairs = (self.pairs_of(adapter, merged) for adapter in forward_batch.lora_ids)
+        return list(zip(pairs, row_lengths(forward_batch), strict=True))
+
+    def tables_of(self, rows: Sequence[Run]) -> tuple[list[Run], list[int], list[float]]:
+        """What ``AtmmBackend.route`` takes: runs as long as can be, and the rank and scaling of each slot in use."""
+        runs = [(pairs, sum(n for _, n in same)) for pairs, same in groupby(rows, key=lambda run: run[0])]
+        slots = self._pool.max_loras_per_batch
+        ranks, scalings = [0] * slots, [0.0] * slots
+        for slot in {slot for pairs, _ in runs for slot, _ in pairs}:
+            adapter = self._adapters[self._pool.buffer_id_to_uid[slot]]
+            ranks[slot], scalings[slot] = adapter.config.r, float(adapter.scaling)
+        return runs, ranks, scalings
