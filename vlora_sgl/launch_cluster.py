@@ -169,6 +169,7 @@ async def run(args: ClusterArgs) -> None:
     from aiohttp import web
 
     from vlora_sgl.cluster import placement
+    from vlora_sgl.cluster.adapters import AdapterRoutes
     from vlora_sgl.cluster.links import Keys, Links, new_session
     from vlora_sgl.cluster.replica import Replica
     from vlora_sgl.cluster.replica_router import Router, Settings
@@ -206,7 +207,7 @@ async def run(args: ClusterArgs) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = web.AppRunner(router.application(), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(router.application(AdapterRoutes(router).mount), handler_cancellation=True, access_log=None)
     await runner.setup()
     watches = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
     try:

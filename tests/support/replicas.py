@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from vlora_sgl.cluster.adapters import AdapterRoutes
 from vlora_sgl.cluster.links import Keys, Links, new_session
 from vlora_sgl.cluster.placement import Affinity, Routing
 from vlora_sgl.cluster.replica import Replica
@@ -162,7 +163,12 @@ async def cluster(
         session = await stack.enter_async_context(new_session())
         views = [Replica(number, fake.url, limit) for number, fake in enumerate(fakes)]
         router = Router(views, routing or Affinity(slots=4), Links(session, keys), settings, known)
-        runner = web.AppRunner(router.application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        runner = web.AppRunner(
+            router.application(AdapterRoutes(router).mount),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=0.1,
+        )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from vlora_sgl.cluster.links import ADAPTER_ORDERS, end_to_end
 from vlora_sgl.cluster.replica import Replica
+from vlora_sgl.cluster.replica_router import Router
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import UnknownAdapterError
-
-if TYPE_CHECKING:
-    from vlora_sgl.cluster.replica_router import Router
 
 
 class AdapterRoutes:

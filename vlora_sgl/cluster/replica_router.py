@@ -17,7 +17,6 @@ import aiohttp
 from aiohttp import web
 
 from vlora_sgl.cluster import status
-from vlora_sgl.cluster.adapters import AdapterRoutes
 from vlora_sgl.cluster.catalogue import Catalogue
 from vlora_sgl.cluster.links import Links, Lost, NotSent, Refused, end_to_end
 from vlora_sgl.cluster.placement import Routing
@@ -94,8 +93,8 @@ class Router:
         self._patient = 0  # requests that wait for any replica to serve
         self._change = asyncio.Event()
 
-    def application(self) -> web.Application:
-        """The routes."""
+    def application(self, mount: Callable[[web.Application], None]) -> web.Application:
+        """The routes; ``mount`` adds the adapters' (``AdapterRoutes.mount``)."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors, self.check_key])
         for paths, handler in ((ROUTED, self.serve), (ANY, self.ask_any), (ALL, self.tell_all)):
             for path in paths:
@@ -104,7 +103,7 @@ class Router:
         app.router.add_get("/health_generate", self.health)
         app.router.add_get("/cluster", self.state)
         app.router.add_get("/metrics", self.metrics)
-        AdapterRoutes(self).mount(app)
+        mount(app)
         app.router.add_route("*", "/{rest:.*}", self.no_such_route)
         return app
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from tqdm import tqdm
 
@@ -33,9 +33,6 @@ from vlora_sgl.lang.ir import (
 )
 from vlora_sgl.lang.media import ImageSource, VideoSource, image_url, is_url, sample_frames
 from vlora_sgl.lang.values import Label
-
-if TYPE_CHECKING:
-    from vlora_sgl.lang.api import Function
 
 T = TypeVar("T")
 
@@ -459,7 +456,7 @@ class StateGroup(up.ProgramStateGroup):
 
 
 def run_program(
-    program: Function[...],
+    program: up.SglFunction,
     backend: up.BaseBackend,
     args: Sequence[object],
     kwargs: dict[str, object],
@@ -483,7 +480,7 @@ def run_program(
 
 
 def _run_function(
-    state: ProgramState, program: Function[...], args: Sequence[object], kwargs: dict[str, object]
+    state: ProgramState, program: up.SglFunction, args: Sequence[object], kwargs: dict[str, object]
 ) -> None:
     try:
         state.ret_value = program.func(state, *args, **kwargs)
@@ -492,7 +489,7 @@ def _run_function(
 
 
 def _run_streaming(
-    state: ProgramState, program: Function[...], args: Sequence[object], kwargs: dict[str, object]
+    state: ProgramState, program: up.SglFunction, args: Sequence[object], kwargs: dict[str, object]
 ) -> None:
     # Nobody waits for this thread, so the error goes where the reader of the stream looks for it.
     try:
@@ -510,7 +507,7 @@ class BatchRun:
 
     def __init__(
         self,
-        program: Function[...],
+        program: up.SglFunction,
         backend: up.BaseBackend,
         batch: Sequence[dict[str, object]],
         sampling: up.SglSamplingParams,
@@ -536,7 +533,7 @@ class BatchRun:
         self._pool.shutdown(wait=False)
 
     @staticmethod
-    def _run_one(state: ProgramState, program: Function[...]) -> None:
+    def _run_one(state: ProgramState, program: up.SglFunction) -> None:
         executor = state.stream_executor
         try:
             if executor.is_cancelled():

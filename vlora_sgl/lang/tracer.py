@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from vlora_sgl.core import AdapterId
 from vlora_sgl.lang import _upstream as up
 from vlora_sgl.lang.interpreter import StateGroup
 from vlora_sgl.lang.ir import INHERIT, SglAdapter, SglHead, effective
-
-if TYPE_CHECKING:
-    from vlora_sgl.lang.api import Function
 
 
 class TracerState(up.tracer.TracerProgramState):
@@ -92,7 +89,9 @@ class _Turn:
         self.state._execute(up.SglRoleEnd(self.role))
 
 
-def trace_program(program: Function[...], arguments: dict[str, object], backend: up.BaseBackend | None) -> TracerState:
+def trace_program(
+    program: up.SglFunction, arguments: dict[str, object], backend: up.BaseBackend | None
+) -> TracerState:
     """Run the program's function on a tracer; parameters without an argument become placeholders."""
     placeholders = {name: up.SglArgument(name, None) for name in program.arg_names if name not in arguments}
     known = {**placeholders, **arguments, **program.bind_arguments}
