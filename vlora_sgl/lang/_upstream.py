@@ -12,6 +12,9 @@ import importlib.util
 import sys
 from types import ModuleType
 
+from vlora_sgl import seams
+from vlora_sgl.seams import Place
+
 
 class _Completer:
     """Runs SGLang's postponed ``__init__`` before the first import that is not one of the language modules."""
@@ -43,9 +46,9 @@ def _postpone_runtime() -> _Completer | None:
     if spec is None:
         return None
     package = importlib.util.module_from_spec(spec)
-    sys.modules["sglang"] = package
     completer = _Completer(package)
-    package.__dict__["__getattr__"] = completer.attribute
+    places = [Place(sys.modules, "sglang", package), Place(vars(package), "__getattr__", completer.attribute)]
+    seams.place("sys.meta_path", places)
     return completer
 
 
@@ -82,7 +85,7 @@ from sglang.lang.ir import (  # noqa: E402
 )
 
 if _completer is not None:
-    sys.meta_path.insert(0, _completer)
+    seams.place("sys.meta_path", [Place(sys.meta_path, slice(0, 0), [_completer])])
 
 __all__ = [
     "BaseBackend",
