@@ -48,12 +48,8 @@ class Violations(ast.NodeVisitor):
     def __init__(self, tree: ast.Module) -> None:
         self.found: list[str] = []
         self.foreign, self.ours = {"_sgl"}, {"self"}
-        defined = {
-            child
-            for node in ast.walk(tree)
-            if not isinstance(node, ast.ClassDef)
-            for child in ast.iter_child_nodes(node)
-        }
+        holders = [node for node in ast.walk(tree) if not isinstance(node, ast.ClassDef)]
+        defined = [child for node in holders for child in ast.iter_child_nodes(node)]
         self.functions = {node.name for node in defined if isinstance(node, ast.FunctionDef)}
         self.extends = False
         self.visit(tree)
