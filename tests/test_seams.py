@@ -294,7 +294,7 @@ def test_the_report_of_a_scheduler_is_joined_with_the_main_processes() -> None:
     seams.own("Owner.part", SimpleNamespace(part=1), 2)
     assert {state["state"] for state in elsewhere.values()} == {"not in this process"}
     elsewhere["Layer.forward"] = {"state": "not for this model", "why": "no"}
-    joined = seams.joined(elsewhere)
+    joined = seams.report(elsewhere)
     assert joined["Owner.part"]["state"] == "in place" and joined["Layer.forward"]["why"] == "no"
 
 

@@ -79,7 +79,9 @@ class Place(NamedTuple):
         """Whether it is there, or wrapped by what is there."""
         if isinstance(self.owner, list):
             return self.value in self.owner
-        found = self.owner.get(self.key) if isinstance(self.owner, dict) else getattr(self.owner, self.key, None)
+        found: Any = getattr(self.owner, str(self.key), None)
+        if isinstance(self.owner, dict):
+            found = self.owner.get(self.key)
         while found is not self.value and hasattr(found, "__wrapped__"):
             # SGLang keeps the function of a hook in the closure of its wrapper, and nowhere else.
             if any(cell.cell_contents is self.value for cell in found.__closure__ or ()):
@@ -91,11 +93,11 @@ class Place(NamedTuple):
 Places = Sequence[Place] | str
 """What goes where, or why nothing does."""
 
+Report = dict[str, dict[str, str | int]]
+
 _rows: dict[str, Seam] = {}
 _found: dict[str, Places] = {}
 _absent = object()
-
-ELSEWHERE = "not in this process"
 
 
 def declare(rows: Iterable[Seam]) -> None:
@@ -149,10 +151,7 @@ def swapped(target: str, owner: Any, key: str, value: Any) -> Iterator[None]:
 
 
 def install(stage: Stage, given: Any = None) -> None:
-    """Put the rows of a stage in place that our functions build, and check all of the stage.
-
-    Args:
-        given: what those functions are called with.
+    """Put the rows of a stage in place that our functions build, ``given`` this, and check all of the stage.
 
     Raises:
         ContractError: one is not in place, or no row has been declared in this process.
@@ -190,20 +189,15 @@ def verify(stage: Stage, *owners: str, otherwise: str | None = None) -> None:
             )
 
 
-def report() -> dict[str, dict[str, Any]]:
-    """What became of every row in this process, by target; for JSON."""
-    return {target: _state(_found.get(target)) for target in _rows}
-
-
-def _state(found: Places | None) -> dict[str, Any]:
-    if found is None:
-        return {"state": ELSEWHERE}
-    if isinstance(found, str):
-        return {"state": "not for this model", "why": found}
-    return {"state": "in place", "places": len(found)}
-
-
-def joined(other: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The report of another process, with what this one knows of the rows that are not in that."""
-    mine = report()
-    return {target: mine[target] if state["state"] == ELSEWHERE else state for target, state in other.items()}
+def report(other: Report | None = None) -> Report:
+    """What became of every row in this process, by target; of those elsewhere what ``other``, its report, says."""
+    states: Report = {}
+    for target in _rows:
+        found = _found.get(target)
+        if found is None:
+            states[target] = (other or {}).get(target, {"state": "not in this process"})
+        elif isinstance(found, str):
+            states[target] = {"state": "not for this model", "why": found}
+        else:
+            states[target] = {"state": "in place", "places": len(found)}
+    return states

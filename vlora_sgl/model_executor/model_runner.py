@@ -101,14 +101,11 @@ class _Guard:
     """Stands for one of SGLang's weight components; unmerges before its readers and writers, rebases after writers."""
 
     def __init__(self, inner: Any, runner: VLoraModelRunner) -> None:
-        self.__dict__.update(_inner=inner, _runner=runner)
+        self._inner, self._runner = inner, runner
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
         return self._guarded(found, name in WRITERS) if name in READERS | WRITERS else found
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._inner, name, value)
 
     def _guarded(self, method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
         @wraps(method)
