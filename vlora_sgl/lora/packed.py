@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl.core import AdapterId
 from vlora_sgl.lora.slot_residency import SlotResidency
 
@@ -117,7 +117,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
         self.places: Sequence[int] = places or range(slots)
         super().__init__(**options)
         if residency is not None:
-            self.eviction_policy = residency
+            seams.own("LoRAMemoryPool.eviction_policy", self, residency)
         everything = [buffer for buffers in (self.A_buffer, self.B_buffer) for buffer in buffers.values()]
         linear = bool(everything) and all(matrix.ndim == 3 for layers in everything for matrix in layers)
         self.packs = linear and not _sgl.dense_lora_b

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl.core import RequestParams
 from vlora_sgl.heads.requests import answer_text, check_head_requests
 from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
@@ -16,6 +16,7 @@ from vlora_sgl.managers import tensor_pickle
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse, UnknownModelResponse
 from vlora_sgl.managers.ended_requests import LingeringStates
 from vlora_sgl.request import show
+from vlora_sgl.seams import Stage
 
 
 class VLoraTokenizerManager(_sgl.TokenizerManager):
@@ -27,10 +28,20 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rid_to_state = LingeringStates()
+        seams.own("TokenizerManager.rid_to_state", self, LingeringStates())
+        seams.verify(
+            Stage.ENGINE, "TokenizerManager", otherwise=None if self.server_args.enable_lora else "LoRA is off"
+        )
         exported = read_exported(self.server_args.model_path)
         # Where the caller chose other adapters, names mean what they mean in any other engine.
         self.exported = exported if exported is not None and BASE_DELTA in self.lora_ref_cache else None
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        """SGLang's, with the replacements that are in this process."""
+        states = await super().get_internal_state()
+        for state in states:
+            state["vlora"]["seams"] = seams.report(state["vlora"]["seams"])
+        return states
 
     # A request comes
 
@@ -95,7 +106,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         self.adapters = AdapterLifecycle(
             self.server_args, lambda: self.served_model_name, known, lock, self._ask_ranks
         )
-        self.lora_registry = self.adapters.registry
+        seams.own("TokenizerManager.lora_registry", self, self.adapters.registry)
 
     async def _ask_ranks(self, message: Any) -> list[Any]:
         self.auto_create_handle_loop()

@@ -18,6 +18,7 @@ from vlora_sgl.kernels.atmm import Pairs, Routing
 from vlora_sgl.routed.regroup import Routed, add_gates, device_tiles, host_groups, others, put
 from vlora_sgl.routed.router_tables import RoutedRows, RouterTables
 from vlora_sgl.routed.spec import MODALITIES, RoutedSpec
+from vlora_sgl.seams import Place, Places
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,11 @@ class TokenRouting:
         self._taken = np.concatenate([*taken, self._taken[:0]])
         return parts
 
-    def route(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs before the first decoder layer: ``layer(positions, hidden_states, forward_batch, residual)``."""
+    def route(self, x: torch.Tensor, forward_batch: Any) -> None:
+        """Before the first decoder layer, decide by the input embeddings [T, hidden] which members apply where."""
         batch, tables = self._backend.batch_info, self._tables
         if batch is None:
             return
-        _, x, forward_batch, *_ = (*args, *kwargs.values())
         if not batch.in_graph:
             if self._parts:
                 batch.routing = self._routed(batch.routing, x, forward_batch)
@@ -169,3 +169,19 @@ def modalities_of(inputs: Any, start: int, length: int) -> np.ndarray:
         for first, last in item.offsets or ():
             kinds[max(first - start, 0) : max(last + 1 - start, 0)] = kind
     return kinds
+
+
+def token_routing(runner: Any) -> Places:
+    """What stands in the place of the first decoder layer's ``forward``."""
+    manager = getattr(runner, "lora_manager", None)
+    if manager is None or manager.token_routing is None:
+        return "no routed adapter can be loaded (--vlora-max-routed 0, or not --lora-backend atmm)"
+    layer, routing = manager.first_layer(), manager.token_routing
+    own = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        _, x, forward_batch, *_ = (*args, *kwargs.values())
+        routing.route(x, forward_batch)
+        return own(*args, **kwargs)
+
+    return [Place(layer, "forward", forward)]
