@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vlora_sgl.core import AdapterId, InferenceMode, JsonDict
 from vlora_sgl.request import RequestState
@@ -114,7 +114,7 @@ class MultimodalDataItem(Protocol):
     @property
     def modality(self) -> Modality: ...
     def is_image(self) -> bool: ...
-    def set_pad_value(self) -> None: ...
+    def set_pad_value(self) -> object: ...
 
 
 class MultimodalInputs(Protocol):
@@ -216,6 +216,7 @@ class ServerArgs(Protocol):
     model_path: str
     served_model_name: str
     tp_size: int
+    dp_size: int
     attn_cp_size: int
     enable_lora: bool
     lora_paths: list[LoRARef] | None
@@ -266,9 +267,9 @@ class LoRAAdapter(Protocol):
     scaling: float
     layers: Sequence[LoRALayer]
     embedding_layers: MutableMapping[str, torch.Tensor]
-    added_tokens_embeddings: Mapping[str, torch.Tensor]
-    packed: object
-    report: object
+    added_tokens_embeddings: MutableMapping[str, torch.Tensor]
+    packed: Any
+    report: Any
 
     def pin_weights_in_cpu(self) -> None: ...
 

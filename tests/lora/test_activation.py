@@ -167,7 +167,7 @@ def test_an_mlp_that_does_more_between_the_two_is_left_alone(runtime):
 def test_what_was_deferred_is_for_one_tensor():
     deferred, y = DeferredAdapters(), torch.zeros(2, 4)
     assert deferred.take(y) is None
-    deferred.leave(y, 1, 2)
+    deferred.leave(y, (1, 2))
     with pytest.raises(RuntimeError, match=r"\(2, 4\).*another tensor \(4, 2\)"):
         deferred.take(y.view(4, 2))
     assert deferred.take(y.view(2, 4)) == (1, 2) and deferred.take(y) is None

@@ -7,12 +7,13 @@ prefill pass that computes its last token; nothing is decoded for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import GenerationBatchResult, ScheduleBatch
+from vlora_sgl.core import JsonDict
 from vlora_sgl.heads.base import Grid, VisionHead, grouped_linear
 
 
@@ -30,7 +31,7 @@ class HeadRequest:
     head: VisionHead
     images: tuple[tuple[int, int, Grid], ...] = ()
     raw: Tensor | None = None
-    answer: Any = None
+    answer: JsonDict | None = None
 
     @property
     def dense(self) -> bool:
@@ -42,7 +43,7 @@ class HeadRequest:
         """Whether the forward pass must compute something for it."""
         return self.answer is None
 
-    def finish(self, raw: Tensor) -> dict[str, Any]:
+    def finish(self, raw: Tensor) -> JsonDict:
         """The answer, from all raw outputs on the CPU: [outputs], or for a dense head [prompt positions, outputs]."""
         if not self.dense:
             return self.head.postprocess(raw)
@@ -51,7 +52,7 @@ class HeadRequest:
         return merge_images(answers)
 
 
-def merge_images(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_images(answers: list[JsonDict]) -> JsonDict:
     """One answer from a dense head's answers for each image of a request."""
     boxes = [{"image": image, **box} for image, answer in enumerate(answers) for box in answer["boxes"]]
     sizes = [answer["image_size"] for answer in answers]
@@ -70,7 +71,7 @@ class HeadResults:
 
     requests: list[tuple[HeadRequest, torch.Size]] = field(default_factory=list)
     raw: Tensor | None = None
-    ready: Any = None
+    ready: torch.Event | None = None
 
     def deliver(self) -> None:
         """Wait for the copy and set every request's ``answer``."""
@@ -90,7 +91,7 @@ class HeadWorker(_sgl.TpModelWorker):
     _capturing = False
     _hooked = False
 
-    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward_batch_generation(self, batch: ScheduleBatch, *args: object, **kwargs: object) -> GenerationBatchResult:
         """SGLang's result, with ``head_results`` on it when rows of the batch asked for heads."""
         rows = [
             (row, request)
@@ -120,7 +121,7 @@ class HeadWorker(_sgl.TpModelWorker):
             return
         processor = self.model_runner.model.logits_processor
 
-        def capture(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def capture(module: object, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             if self._capturing:
                 self._captured = args[1] if len(args) > 1 else kwargs["hidden_states"]
 

@@ -18,10 +18,10 @@ import hashlib
 from array import array
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from vlora_sgl._sgl_types import MultimodalInputs
 from vlora_sgl.multimodal.encoder_cache import layout_of
 
 IMAGE_BIT = 1 << 35
@@ -143,7 +143,7 @@ def _last_occurrence(token_ids: array, sequence: Iterable[int]) -> int | None:
     return at // 8 if at >= 0 else None
 
 
-def image_spans(multimodal_inputs: Any) -> tuple[tuple[ImageSpan, ...], tuple[Hashable, ...]]:
+def image_spans(multimodal_inputs: MultimodalInputs | None) -> tuple[tuple[ImageSpan, ...], tuple[Hashable, ...]]:
     """Where the images (or videos) of a request stand, and the contents that stand nowhere in particular.
 
     The content key is the item's full hash together with the shape of its grid: equal pixels laid out differently give
