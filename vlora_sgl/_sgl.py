@@ -7,9 +7,13 @@ override with the tables below; a new SGLang release breaks there, with a messag
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import inspect
+import re
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from vlora_sgl.errors import ContractError
@@ -21,7 +25,6 @@ NAMES: dict[str, str] = {
     # plugins and platforms
     "HookRegistry": "sglang.srt.plugins.hook_registry:HookRegistry",
     "HookType": "sglang.srt.plugins.hook_registry:HookType",
-    "load_plugins": "sglang.srt.plugins:load_plugins",
     "platforms": "sglang.srt.platforms",
     "CpuSRTPlatform": "sglang.srt.platforms.cpu:CpuSRTPlatform",
     "PlatformEnum": "sglang.srt.platforms.device_mixin:PlatformEnum",
@@ -73,8 +76,11 @@ NAMES: dict[str, str] = {
     # where it is constructed, which is where its replacement has to be
     "PrefillCudaGraphRunner": "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
     ":PrefillCudaGraphRunner",
+    "BaseCudaGraphBackend": "sglang.srt.model_executor.runner_backend.base_cuda_graph_backend:BaseCudaGraphBackend",
     "breakable_capture": "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
     ":_current_capture_var",
+    "FlashAttentionBackend": "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend",
+    "TorchNativeAttnBackend": "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend",
     "TritonAttnBackend": "sglang.srt.layers.attention.triton_backend:TritonAttnBackend",
     "capture_mode": "sglang.srt.model_executor.runner_utils.capture_mode",
     # prefix cache
@@ -84,7 +90,7 @@ NAMES: dict[str, str] = {
     "InsertParams": "sglang.srt.mem_cache.base_prefix_cache:InsertParams",
     "EvictParams": "sglang.srt.mem_cache.base_prefix_cache:EvictParams",
     "CacheInitParams": "sglang.srt.mem_cache.cache_init_params:CacheInitParams",
-    "register_radix_cache_backend": "sglang.srt.mem_cache.registry:register_radix_cache_backend",
+    "RADIX_CACHES": "sglang.srt.mem_cache.registry:_RADIX_CACHE_REGISTRY",
     "default_radix_cache_factory": "sglang.srt.mem_cache.registry:default_radix_cache_factory",
     "maybe_cache_unfinished_req": "sglang.srt.mem_cache.common:maybe_cache_unfinished_req",
     "extend_attention": "sglang.kernels.ops.attention.extend_attention",
@@ -95,6 +101,19 @@ NAMES: dict[str, str] = {
     "adjust_embedding_length": "sglang.srt.managers.mm_utils:_adjust_embedding_length",
     "EmbeddingResult": "sglang.srt.mem_cache.multimodal_cache:EmbeddingResult",
     "MultiModalStaticCache": "sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache",
+    # models
+    "Qwen2Attention": "sglang.srt.models.qwen2:Qwen2Attention",
+    "Qwen2DecoderLayer": "sglang.srt.models.qwen2:Qwen2DecoderLayer",
+    "MRotaryEmbedding": "sglang.srt.layers.rotary_embedding.mrope:MRotaryEmbedding",
+    "LogitsProcessor": "sglang.srt.layers.logits_processor:LogitsProcessor",
+    "Qwen2VLForConditionalGeneration": "sglang.srt.models.qwen2_vl:Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration": "sglang.srt.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration",
+    "Qwen2_5_VisionTransformer": "sglang.srt.models.qwen2_5_vl:Qwen2_5_VisionTransformer",
+    "Qwen2_5_VisionBlock": "sglang.srt.models.qwen2_5_vl:Qwen2_5_VisionBlock",
+    "Qwen2_5_VisionPatchEmbed": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionPatchEmbed",
+    "VisionAttention": "sglang.srt.layers.attention.vision:VisionAttention",
+    "Qwen2VLProcessor": "transformers.models.qwen2_vl.processing_qwen2_vl:Qwen2VLProcessor",
+    "Qwen2_5_VLProcessor": "transformers.models.qwen2_5_vl.processing_qwen2_5_vl:Qwen2_5_VLProcessor",
     # LoRA
     "lora_module": "sglang.srt.lora.lora",
     "LoadConfig": "sglang.srt.configs.load_config:LoadConfig",
@@ -127,11 +146,10 @@ NAMES: dict[str, str] = {
     "SiluAndMul": "sglang.srt.layers.activation:SiluAndMul",
     "LlamaMLP": "sglang.srt.models.llama:LlamaMLP",
     "Qwen2MLP": "sglang.srt.models.qwen2:Qwen2MLP",
-    "replace_submodule": "sglang.srt.utils:replace_submodule",
     "UnquantizedLinearMethod": "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod",
     "EMBEDDING_NAMES": "sglang.srt.lora.utils:EMBEDDING_NAMES",
     "get_target_module_name": "sglang.srt.lora.utils:get_target_module_name",
-    "register_lora_backend": "sglang.srt.lora.backend.lora_registry:register_lora_backend",
+    "LORA_BACKENDS": "sglang.srt.lora.backend.lora_registry:LORA_SUPPORTED_BACKENDS",
     # objects that we read, as `_sgl_types` describes them
     "TokenizedGenerateReqInput": "sglang.srt.managers.io_struct:TokenizedGenerateReqInput",
     "SamplingParams": "sglang.srt.sampling.sampling_params:SamplingParams",
@@ -201,7 +219,6 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         *("items_offset_list", "input_ids"),
     ),
     "adjust_embedding_length": ("embedding", "mask", "logger"),
-    "register_radix_cache_backend": ("name", "factory"),
     "LoRAManager.load_lora_weights_from_tensors": ("self", "lora_ref", "tensors"),
     "LoRAManager._load_lora_adapter": ("self", "lora_ref"),
     "LoRAManager.validate_new_adapter": ("self", "lora_config", "lora_ref"),
@@ -223,7 +240,10 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "LoRAManager.validate_lora_batch": ("self", "lora_ids"),
     "LoRAManager.init_lora_modules": ("self",),
     "LoRAManager._unload_lora_adapter": ("self", "lora_ref"),
-    "LoRAManager.set_lora_module": ("self", "module_name", "module"),
+    "get_lora_layer": ("layer", "lora_backend"),
+    "MRotaryEmbedding._match_cos_sin_cache_dtype": ("self", "query"),
+    "Qwen2DecoderLayer.forward": ("self", "positions", "hidden_states", "forward_batch", "residual"),
+    "LogitsProcessor.forward": ("self", "input_ids", "hidden_states"),
     "BaseLoRABackend.init_cuda_graph_batch_info": ("self", "max_bs_in_cuda_graph", "num_tokens_per_req"),
     "RowParallelLinearWithLoRA.forward": ("self", "input_", "skip_all_reduce", "forward_batch"),
     "ModelRunner.init_weight_updater": ("self",),
@@ -249,6 +269,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "init_tokenizer_manager": ("server_args", "port_args", "TokenizerManagerClass"),
 }
 
+
+NOT_ON_A_CPU = ("FlashAttentionBackend",)
+"""Classes whose module loads a CUDA library: looked for in its source."""
 
 MODELS_PACKAGE = "sglang.srt.models"
 """Where SGLang keeps one module per model; named, not imported."""
@@ -289,15 +312,27 @@ def check_version() -> None:
         raise ContractError(f"vlora_sgl extends sglang=={SGLANG_VERSION}; installed is {installed}")
 
 
-def check_contract() -> None:
+def is_a(thing: object, *names: str) -> bool:
+    """Whether an object's class is one of these, by their names in ``NAMES``; imports none of them."""
+    kind = type(thing)
+    return f"{kind.__module__}:{kind.__qualname__}" in [NAMES[name] for name in names]
+
+
+def check_contract(*targets: str) -> None:
     """Check version, names and signatures. Imports all of them, which takes about 20 s on a cold machine.
+
+    Args:
+        targets: of the rows of ``plugin.TABLE``; each must name something that exists.
 
     Raises:
         ContractError: the first difference found, in one line.
     """
     check_version()
     for name in NAMES:
-        __getattr__(name)
+        if name in NOT_ON_A_CPU:
+            _check_source(name)
+        else:
+            __getattr__(name)
     for path, expected in SIGNATURES.items():
         name, _, method = path.partition(".")
         target = __getattr__(name)
@@ -309,3 +344,36 @@ def check_contract() -> None:
         found = tuple(inspect.signature(target).parameters)
         if found[: len(expected)] != expected:
             raise ContractError(f"SGLang's {path} takes {found}, expected it to begin with {expected}")
+    for target in targets:
+        check_target(target)
+
+
+def _check_source(name: str) -> None:
+    module, _, attribute = NAMES[name].partition(":")
+    spec = importlib.util.find_spec(module)
+    source = Path(spec.origin).read_text() if spec is not None and spec.origin is not None else ""
+    if not re.search(rf"^class {attribute}\b", source, re.MULTILINE):
+        raise ContractError(f"SGLang {version('sglang')} lacks {NAMES[name]}")
+
+
+def check_target(path: str) -> None:
+    """Check that what a row of ``plugin.TABLE`` replaces exists: a name of ``NAMES`` or a module, and attributes.
+
+    One that only objects have, or that a function uses, is looked for in the source of what is before it.
+
+    Raises:
+        ContractError: it does not.
+    """
+    name, *attributes = path.split(".")
+    found = __getattr__(name) if name in NAMES else importlib.import_module(name)
+    for attribute in attributes:
+        if hasattr(found, attribute):
+            found = getattr(found, attribute)
+        elif not re.search(rf"\.{attribute}\b", _source(found)):
+            raise ContractError(f"SGLang's {path} is gone: {name} has no {attribute}")
+
+
+def _source(thing: Any) -> str:
+    with contextlib.suppress(OSError, TypeError):  # it is written in C, or an object
+        return inspect.getsource(thing)
+    return ""

@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in argv or "-h" in argv:
         print_help()
         return 0
-    from vlora_sgl import _sgl
+    from vlora_sgl import _sgl, seams
+    from vlora_sgl.seams import Stage
 
     try:
         server_args = prepare(argv)
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         vision.mount(_sgl.http_server.app)
         adapters.mount(_sgl.http_server.app)
+        seams.verify(Stage.ENGINE, "http_server")
         _sgl.http_server.launch_server(
             server_args,
             init_tokenizer_manager_func=processes.init_tokenizer_manager,

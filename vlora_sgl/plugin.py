@@ -1,8 +1,10 @@
-"""Puts our classes in place of SGLang's, in every process, and proves that they are there.
+"""The table of what we replace of SGLang, transformers, torch and FastAPI, and what puts it in place.
 
-SGLang only logs a plugin's failure and then serves without it, so nothing here relies on its loader: each process of
-ours calls ``install`` before SGLang builds anything, and ``verify`` before the first request. The entry point
-``register`` does nothing in processes that vlora_sgl did not start: stock ``sglang serve`` stays stock.
+One row a replacement: a new release of SGLang is checked against this page. Names that a target begins with are in
+``_sgl.NAMES``; ``check_contract`` finds those that are gone. SGLang only logs a plugin's failure and then serves
+without it, so nothing here relies on its loader: each process of ours calls ``install`` before SGLang builds
+anything, and each stage is verified. The entry point ``register`` does nothing in processes that vlora_sgl did not
+start: stock ``sglang serve`` stays stock.
 """
 
 from __future__ import annotations
@@ -10,48 +12,192 @@ from __future__ import annotations
 import os
 import pkgutil
 from functools import partial
-from typing import Any
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl.errors import ContractError
 from vlora_sgl.platforms.cpu import is_plain_cpu
+from vlora_sgl.seams import How, Place, Seam, Stage
 from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
 
-# SGLang's class -> the subclass of ours that takes its place.
-REPLACEMENTS: dict[str, str] = {
-    "Scheduler": "vlora_sgl.managers.scheduler:VLoraScheduler",
-    "TpModelWorker": "vlora_sgl.heads.worker:HeadWorker",
-    "LoRAManager": "vlora_sgl.lora.manager:VLoraManager",
-    "TokenizerManager": "vlora_sgl.managers.tokenizer_manager:VLoraTokenizerManager",
-    "ModelRunner": "vlora_sgl.model_executor.model_runner:VLoraModelRunner",
-    "PrefillCudaGraphRunner": "vlora_sgl.model_executor.graph_runner:VLoraPrefillCudaGraphRunner",
-}
+PROCESS, ENGINE, MODEL = Stage
+CLASS, WRAP, BUILT, OWN, CALL = How
 
-# SGLang's method -> the function of ours that wraps it, called as f(original, *args, **kwargs).
-WRAPPED: dict[str, str] = {
-    "SchedulerWeightUpdaterManager.release_memory_occupation": (
-        "vlora_sgl.model_executor.model_runner:unmerge_before_release"
-    ),
-    "OpenAIServingBase._resolve_lora_path": "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
-    "BaseMultimodalProcessor.process_mm_data": "vlora_sgl.multimodal.image_requests:process_mm_data",
-    "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc": "vlora_sgl.multimodal.image_requests:wrap_for_cuda_ipc",
-    "ProcessorMixin._check_special_mm_tokens": "vlora_sgl.multimodal.image_requests:check_special_tokens",
-    "get_rope_index": "vlora_sgl.multimodal.image_requests:get_rope_index",
-    "import_processors": "vlora_sgl.startup.imports:import_needed_processors",
-    "chunked_prefill_embedding": "vlora_sgl.multimodal.embedding_count:chunked_prefill_embedding",
-    "adjust_embedding_length": "vlora_sgl.multimodal.embedding_count:adjust_embedding_length",
-    "set_envs_and_config": "vlora_sgl.startup.processes:use_start_method",
-}
+# fmt: off
+TABLE = (
+    # A process starts: before SGLang is imported, and while it is.
+    Seam("sys.modules", "vlora_sgl.startup.imports:without_useless_packages", PROCESS, CALL,
+         "On a plain CPU packages of kernels and metrics are imported in vain, for seconds in each process.",
+         "a start on a CPU takes longer"),
+    Seam("multimodal_processor.pkgutil", "vlora_sgl.startup.imports:import_needed_processors", PROCESS, CALL,
+         "SGLang imports the processors of every model that it knows.",
+         "a start takes longer"),
+    Seam("import_processors", "vlora_sgl.startup.imports:import_needed_processors", PROCESS, WRAP,
+         "Where it looks for processors, those of models that are not served are left out.",
+         "a start takes longer"),
+    Seam("set_envs_and_config", "vlora_sgl.startup.processes:use_start_method", PROCESS, WRAP,
+         "SGLang sets the start method to spawn; on a CPU its processes are forked from one that has imported it.",
+         "each process on a CPU imports the engine anew"),
+    Seam("logging.Filterer.filters", "vlora_sgl.startup.quiet:silence", PROCESS, OWN,
+         "SGLang and transformers warn on every start of what nobody can act on.",
+         "a start prints a page of warnings"),
+    Seam("torch.Tensor.pin_memory", "vlora_sgl.platforms.torch_cpu:TorchCpuPlatform", PROCESS, OWN,
+         "SGLang's LoRA layers pin host memory without asking, which torch refuses without a GPU.",
+         "adapters cannot be loaded on a plain CPU"),
+    Seam("torch.tensor", "vlora_sgl.platforms.torch_cpu:without_pinning", PROCESS, OWN,
+         "So do tensors that are made with pin_memory=True, here and by four factories more.",
+         "a plain CPU cannot serve"),
+    Seam("sys.meta_path", "vlora_sgl.lang._upstream:_Completer", PROCESS, CALL,
+         "A client needs SGLang's language without torch and the engine, which its package would import.",
+         "import vlora_sgl.lang takes tens of seconds"),
 
-# Name of a prefix cache, for --radix-cache-backend -> its factory.
-RADIX_CACHES: dict[str, str] = {
-    "vlora": "vlora_sgl.mem_cache.radix_cache:create_radix_cache",
-}
-# Name of a LoRA backend of ours -> its class.
-LORA_BACKENDS: dict[str, str] = {"atmm": "vlora_sgl.lora.backend:AtmmBackend"}
+    # SGLang is imported: classes and functions, then what it looks up by name.
+    Seam("Scheduler", "vlora_sgl.managers.scheduler:VLoraScheduler", ENGINE, CLASS,
+         "Every batch is formed within a plan, which says how its adapters are applied.",
+         "adapters are never merged, prefixes are not shared, heads do not answer"),
+    Seam("TpModelWorker", "vlora_sgl.heads.worker:HeadWorker", ENGINE, CLASS,
+         "Heads run on the hidden states of a prefill, behind the model.",
+         "heads do not answer"),
+    Seam("LoRAManager", "vlora_sgl.lora.manager:VLoraManager", ENGINE, CLASS,
+         "It carries the plan out: merges, routes rows to slots, loads and describes adapters.",
+         "every adapter runs unmerged, with SGLang's kernels"),
+    Seam("TokenizerManager", "vlora_sgl.managers.tokenizer_manager:VLoraTokenizerManager", ENGINE, CLASS,
+         "Names of adapters and heads are resolved, and refused, before a request enters the engine.",
+         "no reload, no adapters from disk, no answers of heads"),
+    Seam("ModelRunner", "vlora_sgl.model_executor.model_runner:VLoraModelRunner", ENGINE, CLASS,
+         "It chooses our graphs, unmerges before weights are read or replaced, and starts the stage MODEL.",
+         "decoding in two variants of graphs, and every row of MODEL"),
+    Seam("PrefillCudaGraphRunner", "vlora_sgl.model_executor.graph_runner:VLoraPrefillCudaGraphRunner", ENGINE, CLASS,
+         "SGLang captures a prefill without LoRA kernels only.",
+         "prefills take as long as the host needs for their launches"),
+    Seam("get_lora_layer", "vlora_sgl.lora.layers:wrap_layer", ENGINE, WRAP,
+         "SGLang computes the base linear and then adds the adapters; ATMM does both at once.",
+         "the backend atmm has no layers"),
+    Seam("OpenAIServingBase._resolve_lora_path", "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
+         ENGINE, WRAP,
+         "A model may be a bare adapter's name, as /v1/models lists them; an unknown one is a 404.",
+         "adapters by name on OpenAI's routes"),
+    Seam("BaseMultimodalProcessor.process_mm_data", "vlora_sgl.multimodal.image_requests:process_mm_data",
+         ENGINE, WRAP,
+         "transformers writes an image's placeholder into the text once per token before it tokenizes that.",
+         "milliseconds of every image's TTFT"),
+    Seam("BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc", "vlora_sgl.multimodal.image_requests:wrap_for_cuda_ipc",
+         ENGINE, WRAP,
+         "SGLang tells the scheduler of an image's features without waiting until they are there.",
+         "a request that is soon on its way may read another's pixels"),
+    Seam("ProcessorMixin._check_special_mm_tokens", "vlora_sgl.multimodal.image_requests:check_special_tokens",
+         ENGINE, WRAP,
+         "transformers compares the elements of a tensor one by one.",
+         "milliseconds of every image's TTFT"),
+    Seam("get_rope_index", "vlora_sgl.multimodal.image_requests:get_rope_index", ENGINE, WRAP,
+         "SGLang finds the positions of image tokens in a loop over tokens.",
+         "milliseconds of every image's TTFT"),
+    Seam("chunked_prefill_embedding", "vlora_sgl.multimodal.embedding_count:chunked_prefill_embedding", ENGINE, WRAP,
+         "The embeddings are counted on the host, and features go back to host memory beside the encoder.",
+         "the host waits for the encoder before it launches the decoder"),
+    Seam("adjust_embedding_length", "vlora_sgl.multimodal.embedding_count:adjust_embedding_length", ENGINE, WRAP,
+         "SGLang counts image tokens on the device; those that are counted need not be.",
+         "the host waits for the encoder before it launches the decoder"),
+    Seam("SchedulerWeightUpdaterManager.release_memory_occupation",
+         "vlora_sgl.model_executor.model_runner:unmerge_before_release", ENGINE, WRAP,
+         "Weights that are freed, and saved before, must hold no adapter.",
+         "an adapter stays in the weights for good"),
+    Seam("LORA_BACKENDS", "vlora_sgl.plugin:_lora_backend", ENGINE, BUILT,
+         "--lora-backend atmm is found here.", "--lora-backend atmm"),
+    Seam("LORA_BACKEND_CHOICES", "vlora_sgl.plugin:_lora_backend_choice", ENGINE, BUILT,
+         "The flag takes what is listed here.", "--lora-backend atmm"),
+    Seam("RADIX_CACHES", "vlora_sgl.plugin:_radix_cache", ENGINE, BUILT,
+         "--radix-cache-backend vlora is found here.", "the prefix cache across adapters and by whole image hashes"),
+    Seam("GRAPHED_PREFILLS", "vlora_sgl.plugin:_graphed_prefills", ENGINE, BUILT,
+         "Of models that see, SGLang captures the prefills of those listed; Qwen2.5-VL's replay rightly too.",
+         "prefills of Qwen2.5-VL take as long as the host needs for their launches"),
 
-# Architectures that see and whose prefills replay graphs rightly; SGLang captures none but those on its list.
-GRAPHED_PREFILLS = ("Qwen2_5_VLForConditionalGeneration",)
+    # What SGLang's objects keep, put there as soon as SGLang has made its own.
+    Seam("Scheduler.policy", "vlora_sgl.managers.planning:PlannedOrder", ENGINE, OWN,
+         "The waiting queue is put into the plan's order behind SGLang's.",
+         "batches of requests that the plan does not want"),
+    Seam("LoRAMemoryPool.eviction_policy", "vlora_sgl.lora.slot_residency:SlotResidency", ENGINE, OWN,
+         "What loses its slot is what the plan and the queue need last.",
+         "adapters that are about to run are put out"),
+    Seam("LoRAManager.memory_pool", "vlora_sgl.lora.packed:PackedPool", ENGINE, OWN,
+         "Adapters come to their slots in one copy; slots may have ranks of their own.",
+         "a copy a weight for each load, and --vlora-slot-ranks"),
+    Seam("LoRAManager.init_lora_modules.named_modules", "vlora_sgl.lora.manager:VLoraManager", ENGINE, CALL,
+         "SGLang wraps whatever lies below a layers.N, parts of image encoders too.",
+         "models with CLIP or SigLIP encoders do not load adapters"),
+    Seam("ModelRunner.weight_updater", "vlora_sgl.model_executor.model_runner:_Guard", ENGINE, OWN,
+         "Base weights are back before they are replaced.",
+         "a weight update under a merged adapter spoils the weights"),
+    Seam("ModelRunner.weight_exporter", "vlora_sgl.model_executor.model_runner:_Guard", ENGINE, OWN,
+         "Base weights are back before they are read.",
+         "saved weights may hold an adapter"),
+    Seam("mm_utils.embedding_cache", "vlora_sgl.multimodal.encoder_cache:EncoderCache", ENGINE, OWN,
+         "It counts, has a size of its own, and knows what was encoded ahead of a batch.",
+         "encoding ahead, --vlora-encoder-cache-mb, the counts in /metrics"),
+    Seam("TokenizerManager.lora_registry", "vlora_sgl.managers.adapter_lifecycle:AdapterRegistry", ENGINE, OWN,
+         "SGLang counts users by row and loses count of requests that are refused, aborted or asked for n > 1.",
+         "an unload may wait for ever, and every load behind it"),
+    Seam("TokenizerManager.rid_to_state", "vlora_sgl.managers.ended_requests:LingeringStates", ENGINE, OWN,
+         "SGLang forgets a request that ends before its coroutine first runs.",
+         "a batch of short requests may end with an internal error"),
+    Seam("http_server.app.router.routes", "vlora_sgl.entrypoints.adapters:mount", ENGINE, OWN,
+         "Three routes of SGLang's know our adapters (/generate, /v1/models and one entry of that), others are new.",
+         "adapters that are on disk in /v1/models, /reload_lora_adapter, /pin_lora_adapter, /lora_adapters"),
+    Seam("http_server.load_lora_adapter_from_tensors", "vlora_sgl.entrypoints.adapters:mount", ENGINE, OWN,
+         "The one route that changes adapters which SGLang leaves open without the admin key.",
+         "anybody is told that adapters from tensors are refused"),
+    Seam("http_server.app.routes", "vlora_sgl.entrypoints.vision:mount", ENGINE, OWN,
+         "Heads have routes of their own.",
+         "/v1/vision/classify, count and detect"),
+    Seam("http_server.app.user_middleware", "vlora_sgl.entrypoints.vision:HeadParameter", ENGINE, OWN,
+         "SGLang's request types drop a field that they do not know: \"head\" moves to where they carry it.",
+         "\"head\" in /generate and /v1/chat/completions"),
+
+    # The model is built. Each function is given the model runner, and returns what goes where or why nothing does.
+    Seam("extend_attention_kernel", "vlora_sgl.model_executor.fast_paths.attention_tiles:tiles", MODEL, BUILT,
+         "On Hopper half the queries a program, and a pipeline, are faster; the bits are the same.",
+         "up to half of a prefill's Triton attention"),
+    Seam("TritonAttnBackend.decode_attention_fwd", "vlora_sgl.model_executor.fast_paths.decode_layers:attention",
+         MODEL, BUILT,
+         "Attention of a decoding step in one launch instead of two.",
+         "a third of a decoding step's Triton attention"),
+    Seam("Qwen2Attention.forward", "vlora_sgl.model_executor.fast_paths.decode_layers:rotations", MODEL, BUILT,
+         "In decoding, rotary positions and the store to the KV cache in one launch.",
+         "two launches a layer"),
+    Seam("RMSNorm.forward", "vlora_sgl.model_executor.fast_paths.decode_layers:norms", MODEL, BUILT,
+         "Norms of a decoding step let the linear behind them fetch its weights meanwhile.",
+         "slower norms in a decoding step"),
+    Seam("TritonAttnBackend.forward", "vlora_sgl.model_executor.fast_paths.prefill_attention:CapturedAttention",
+         MODEL, CALL,
+         "Attention of a short prefill is captured with the rest, where SGLang's graphs stop at each.",
+         "most of a short prefill's time is the host's"),
+    Seam("BaseCudaGraphBackend.capture_one", "vlora_sgl.model_executor.graph_runner:VLoraPrefillCudaGraphRunner",
+         MODEL, CALL,
+         "A prefill is captured once with LoRA kernels and once without.",
+         "LoRA kernels in prefills of the base model"),
+    Seam("Qwen2_5_VisionPatchEmbed.forward", "vlora_sgl.multimodal.vision_layers:patch_embeddings", MODEL, BUILT,
+         "Patches do not overlap: their embedding is a matrix product, which a 3D convolution computes slowly.",
+         "0.5 ms of an image's TTFT"),
+    Seam("VisionAttention.forward", "vlora_sgl.multimodal.vision_layers:attentions", MODEL, BUILT,
+         "torch's variable-length attention is faster than SGLang's Triton kernel, and reads q, k and v in place.",
+         "a third of the image encoder's attention"),
+    Seam("Qwen2_5_VisionTransformer.forward", "vlora_sgl.multimodal.vision_graphs:graphs", MODEL, BUILT,
+         "An encoder is 600 launches; images of sizes that keep coming replay a graph.",
+         "the host sets the TTFT of small images; no encoding ahead"),
+    Seam("Qwen2_5_VisionBlock.forward", "vlora_sgl.multimodal.vision_graphs:VisionGraphs", MODEL, CALL,
+         "What an eager run gives the blocks beside the pixels is a graph's constants.",
+         "graphs of the image encoder"),
+    Seam("Qwen2MLP.act_fn", "vlora_sgl.lora.layers:activations", MODEL, BUILT,
+         "In a prefill the activation adds the adapters' part of gate_up, whose output it reads anyhow.",
+         "one pass over the largest activations of a prefill"),
+    Seam("LogitsProcessor.forward", "vlora_sgl.heads.worker:hidden_states", MODEL, BUILT,
+         "Heads read the hidden states that the LM head reads, which nothing of SGLang's hands on.",
+         "heads do not answer"),
+    Seam("Qwen2DecoderLayer.forward", "vlora_sgl.routed.rows:token_routing", MODEL, BUILT,
+         "Before the first decoder layer, of whatever model, the router decides by the input embeddings.",
+         "routed adapters answer as the base model"),
+)
+# fmt: on
+seams.declare(TABLE)
 
 CPU_PLATFORM = "TorchCpuPlatform"
 
@@ -65,10 +211,10 @@ def register() -> None:
 
 
 def install() -> None:
-    """Put every class and wrapper of the tables above in place. Once per process; later calls do nothing.
+    """Put the rows of PROCESS and ENGINE in place, and check them. Once per process; later calls do nothing.
 
     Raises:
-        ContractError: SGLang is not the release we extend.
+        ContractError: SGLang is not the release we extend, or a row is not in place.
     """
     global _installed
     if _installed:
@@ -81,45 +227,55 @@ def install() -> None:
         raise ContractError(
             f"SGLang's platform is {platform}, expected {CPU_PLATFORM}: is vlora_sgl installed, SGLANG_PLATFORM unset?"
         )
-    for name, ours in LORA_BACKENDS.items():
-        _sgl.register_lora_backend(name)(partial(pkgutil.resolve_name, ours))
-        _sgl.LORA_BACKEND_CHOICES.append(name)
-    _sgl.GRAPHED_PREFILLS.extend(GRAPHED_PREFILLS)
-    registry, kinds = _sgl.HookRegistry, _sgl.HookType
-    for name, ours in REPLACEMENTS.items():
-        registry.register(_dotted(name), pkgutil.resolve_name(ours), kinds.REPLACE)
-    for name, ours in WRAPPED.items():
-        registry.register(_dotted(name), pkgutil.resolve_name(ours), kinds.AROUND)
-    registry.apply_hooks()
-    for name, factory in RADIX_CACHES.items():
-        _sgl.register_radix_cache_backend(name, pkgutil.resolve_name(factory))
+    kinds = {CLASS: _sgl.HookType.REPLACE, WRAP: _sgl.HookType.AROUND}
+    hooked = [(row.target, _dotted(row.target), row) for row in TABLE if row.how in kinds]
+    for _, path, row in hooked:
+        _sgl.HookRegistry.register(path, pkgutil.resolve_name(row.ours), kinds[row.how])
+    _sgl.HookRegistry.apply_hooks()
+    for target, path, row in hooked:
+        owner, _, name = path.rpartition(".")
+        seams.record(target, [Place(pkgutil.resolve_name(owner), name, pkgutil.resolve_name(row.ours))])
+    seams.install(PROCESS)
+    seams.install(ENGINE)
 
 
 def verify() -> None:
     """Check that what SGLang will use is ours.
 
     Raises:
-        ContractError: names the first seam that is not in place.
+        ContractError: names the first row that is not in place.
     """
-    for name, ours in REPLACEMENTS.items():
-        target = _dotted(name)
-        if pkgutil.resolve_name(target) is not pkgutil.resolve_name(ours):
-            raise ContractError(f"{target} is not replaced by {ours}; this process would serve without it")
-    for name, ours in WRAPPED.items():
-        if pkgutil.resolve_name(ours) not in _wrappers(pkgutil.resolve_name(_dotted(name))):
-            raise ContractError(f"{_dotted(name)} is not wrapped by {ours}; this process would serve without it")
+    for stage in (PROCESS, ENGINE):
+        seams.verify(stage)
 
 
-def _wrappers(function: Any) -> list[Any]:
-    """The functions around a wrapped one: SGLang keeps each in the closure of its wrapper, and nowhere else."""
-    found = []
-    while hasattr(function, "__wrapped__"):
-        found += [cell.cell_contents for cell in function.__closure__ or ()]
-        function = function.__wrapped__
-    return found
+def check_contract() -> None:
+    """``_sgl.check_contract``, and that there is what every row replaces.
+
+    Raises:
+        ContractError: the first difference found.
+    """
+    _sgl.check_contract(*(row.target for row in TABLE))
 
 
-def _dotted(name: str) -> str:
-    head, _, method = name.partition(".")
-    path = _sgl.NAMES[head].replace(":", ".")
-    return f"{path}.{method}" if method else path
+def _dotted(target: str) -> str:
+    name, dot, attribute = target.partition(".")
+    return _sgl.NAMES[name].replace(":", ".") + dot + attribute
+
+
+def _lora_backend(_: None) -> list[Place]:
+    return [Place(_sgl.LORA_BACKENDS, "atmm", partial(pkgutil.resolve_name, "vlora_sgl.lora.backend:AtmmBackend"))]
+
+
+def _lora_backend_choice(_: None) -> list[Place]:
+    return [Place(_sgl.LORA_BACKEND_CHOICES, None, "atmm")]
+
+
+def _radix_cache(_: None) -> list[Place]:
+    factory = pkgutil.resolve_name("vlora_sgl.mem_cache.radix_cache:create_radix_cache")
+    return [Place(_sgl.RADIX_CACHES, "vlora", factory)]
+
+
+def _graphed_prefills(_: None) -> list[Place]:
+    architecture = _sgl.NAMES["Qwen2_5_VLForConditionalGeneration"].partition(":")[2]
+    return [Place(_sgl.GRAPHED_PREFILLS, None, architecture)]

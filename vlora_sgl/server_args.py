@@ -98,6 +98,13 @@ class VLoraArgs:
         metavar="HOST",
     )
 
+    fast_paths: str = _flag(
+        "auto",
+        "attention and norms between the linears: 'auto' takes our kernels where they were measured to be faster than "
+        "SGLang's Triton attention, 'off' leaves all to SGLang, so that what adapters cost can be told apart",
+        choices=("auto", "off"),
+    )
+
     encoder_cache_mb: int = _flag(
         100, "device memory for outputs of the image encoder, kept for images that come back", type=int, metavar="MIB"
     )

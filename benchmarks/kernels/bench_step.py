@@ -75,7 +75,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     processes.run_scheduler(*args, **kwargs)
 
 
-def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, tiny: bool) -> Any:
+def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, tiny: bool, fast_paths: str) -> Any:
     """The engine ``name`` of ``PHASES``."""
     options: dict[str, Any] = {"model_path": str(model), "disable_radix_cache": True, "port": port}
     if rank:
@@ -107,7 +107,7 @@ def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, ti
         class Ours(Engine):
             run_scheduler_process_func = processes.WithEnvironment(run_scheduler)
 
-        return Ours(vlora=VLoraArgs(mode="unmerged"), **options)
+        return Ours(vlora=VLoraArgs(mode="unmerged", fast_paths=fast_paths), **options)
     stock = {"lora_backend": "csgmv"} if rank and not tiny else {}
     return build_stock_engine(**stock, **options)
 
@@ -123,7 +123,7 @@ def serve(args: argparse.Namespace) -> None:
     """Build one engine and time what standard input asks for: lines of (case, tokens)."""
     adapters = [args.directory / f"rank{args.rank}" / f"adapter{i}" for i in range(ADAPTERS)] if args.rank else []
     flag = Path(os.environ[MIXTURE_FLAG])
-    engine = build(args.engine, args.directory / "model", adapters, args.rank, args.port, args.tiny)
+    engine = build(args.engine, args.directory / "model", adapters, args.rank, args.port, args.tiny, args.fast_paths)
     prompts = [[100 + (31 * row + i) % 200 for i in range(args.input)] for row in range(args.batch)]
     print(ANSWER + json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -153,6 +153,7 @@ class Worker:
         command = [sys.executable, "-m", "benchmarks.kernels.bench_step", "--engine", name, "--rank", str(rank)]
         command += ["--directory", str(directory), "--port", str(31000 + 1000 * number)]
         command += ["--batch", str(args.batch), "--input", str(args.input), *(["--tiny"] if args.tiny else [])]
+        command += ["--fast-paths", args.fast_paths]
         log = (directory / f"{name}.log").open("w")
         environment = {**os.environ, MIXTURE_FLAG: str(directory / f"{name}.mixture")}
         process = subprocess.Popen(
@@ -253,6 +254,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which everything is killed")
     parser.add_argument("--together", action="store_true", help="all engines side by side: a card of 140 GB")
+    parser.add_argument("--fast-paths", default="auto", choices=("auto", "off"), help="--vlora-fast-paths of ours")
     parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; nothing is recorded")
     parser.add_argument("--summary", type=Path, help="where the figures go")

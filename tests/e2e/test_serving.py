@@ -16,7 +16,9 @@ from PIL import Image
 
 from tests.conftest import Server
 from tests.support.reference import Reference
+from vlora_sgl import plugin
 from vlora_sgl.platforms.cpu import is_plain_cpu
+from vlora_sgl.seams import How
 
 pytestmark = pytest.mark.e2e
 
@@ -226,6 +228,21 @@ def test_server_says_what_runs(server: Server) -> None:
     ours = info["internal_states"][0]["vlora"]
     assert ours["scheduler"] == "VLoraScheduler"
     assert ours["mode"] == "auto"
+
+
+def test_the_server_says_of_every_replacement_where_it_is_or_why_not(server: Server) -> None:
+    info = requests.get(f"{server.url}/server_info", timeout=60).json()
+    found = info["internal_states"][0]["vlora"]["seams"]
+    assert found.keys() == {row.target for row in plugin.TABLE}
+    nowhere = {target for target, state in found.items() if state["state"] == "not in this process"}
+    assert nowhere <= {"sys.meta_path", "multimodal_processor.pkgutil"}, "a client's, and one of other processes'"
+    assert all(state.get("places") or state.get("why") for target, state in found.items() if target not in nowhere)
+    always = {row.target for row in plugin.TABLE if row.how in (How.CLASS, How.WRAP)}
+    parts = {"Scheduler.policy", "TokenizerManager.rid_to_state", "http_server.app.router.routes"}
+    model = {"LogitsProcessor.forward", "Qwen2DecoderLayer.forward"}
+    assert {found[target]["state"] for target in always | parts | model} == {"in place"}
+    if is_plain_cpu():
+        assert found["Qwen2Attention.forward"] == {"state": "not for this model", "why": "the GPU is no Hopper"}
 
 
 @pytest.mark.skipif(not is_plain_cpu(), reason="on a GPU SGLang's capture and kernels speak for themselves")

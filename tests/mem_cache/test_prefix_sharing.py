@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.mem_cache.test_radix_cache import ADAPTERS, PAD, SLOTS, Request, World, ids, match_request, state_of
+from tests.support.stand_in import passing_for
 from vlora_sgl import _sgl
 from vlora_sgl.mem_cache.identity import AdapterContent, ImageSpan
 from vlora_sgl.mem_cache.prefix_sharing import WRITES_FIRST, PrefixSharing, can_share
@@ -201,17 +202,18 @@ def test_any_batches_keep_content_and_slots_right(batches: list[Any]) -> None:
     ("change", "joins"),
     [
         ({}, True),
-        ({"backend": "FlashInferAttnBackend"}, False),
-        ({"backend": "TboAttnBackend"}, False),
+        ({"backend": passing_for("FlashAttentionBackend")()}, True),
+        ({"backend": type("FlashInferAttnBackend", (), {})()}, False),
+        ({"backend": type("TritonAttnBackend", (), {})()}, False),  # of another module
         ({"page_size": 16}, False),
         ({"mla": True}, False),
         ({"attn_cp_size": 2}, False),
     ],
 )
 def test_where_a_prefill_may_read_what_it_writes(change: dict[str, Any], joins: bool) -> None:
-    found = {"backend": "TritonAttnBackend", "page_size": 1, "mla": False, "attn_cp_size": 1, **change}
+    found = {"backend": passing_for("TritonAttnBackend")(), "page_size": 1, "mla": False, "attn_cp_size": 1, **change}
     runner = SimpleNamespace(
-        attn_backend=type(found["backend"], (), {})(),
+        attn_backend=found["backend"],
         use_mla_backend=found["mla"],
         server_args=SimpleNamespace(attn_cp_size=found["attn_cp_size"]),
     )
@@ -221,7 +223,7 @@ def test_where_a_prefill_may_read_what_it_writes(change: dict[str, Any], joins: 
 
 
 def test_sglangs_triton_backend_writes_before_it_reads() -> None:
-    assert _sgl.TritonAttnBackend.__name__ in WRITES_FIRST
+    assert "TritonAttnBackend" in WRITES_FIRST
     source = inspect.getsource(_sgl.TritonAttnBackend.forward_extend)
     written, unified, read = (
         source.index(call) for call in ("._set_kv_buffer(", "._forward_extend_unified(", ".extend_attention_fwd(")

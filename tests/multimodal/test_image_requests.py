@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from tests.conftest import TinyModel
+from tests.support.stand_in import passing_for
 from vlora_sgl.multimodal import image_requests
 
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -188,7 +189,7 @@ def test_other_processors_are_not_covered(tiny_model: TinyModel, change: Callabl
         added_tokens_decoder={key: SimpleNamespace(**vars_of(token)) for key, token in decoder.items()},
         init_kwargs=dict(loaded.tokenizer.init_kwargs),
     )
-    standing_in = type("Qwen2_5_VLProcessor", (), {})()
+    standing_in = passing_for("Qwen2_5_VLProcessor")()
     vars(standing_in).update(
         tokenizer=fake,
         image_processor=loaded.image_processor,

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.stand_in import passing_for
 from vlora_sgl.multimodal import vision_graphs
-from vlora_sgl.multimodal.vision_graphs import AFTER, MAX_PATCHES, MAX_TOGETHER, VisionGraphs, install
+from vlora_sgl.multimodal.vision_graphs import AFTER, MAX_PATCHES, MAX_TOGETHER, VisionGraphs
+from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
 
 WRONG = 98
 """Width of images whose captured graph computes something else."""
 
 
-class Qwen2_5_VisionTransformer:
+class Encoder(passing_for("Qwen2_5_VisionTransformer")):  # type: ignore[misc]
     """An encoder that doubles its input and counts its eager runs."""
 
     def __init__(self, device: str = "cpu") -> None:
@@ -50,7 +55,7 @@ def ask(graphs: VisionGraphs, *grid: int, times: int = 1) -> None:
 
 
 def test_a_size_is_captured_after_a_few_images_and_then_replayed(captured: list[torch.Tensor]) -> None:
-    encoder = Qwen2_5_VisionTransformer()
+    encoder = Encoder()
     graphs = VisionGraphs(encoder, 4)
     ask(graphs, 1, 2, 2, times=AFTER)
     assert not captured
@@ -62,7 +67,7 @@ def test_a_size_is_captured_after_a_few_images_and_then_replayed(captured: list[
 
 
 def test_several_images_replay_the_graphs_of_their_sizes(captured: list[torch.Tensor]) -> None:
-    encoder = Qwen2_5_VisionTransformer()
+    encoder = Encoder()
     graphs = VisionGraphs(encoder, 4)
     small, large = (1, 2, 2), (1, 2, 4)
 
@@ -85,7 +90,7 @@ def test_several_images_replay_the_graphs_of_their_sizes(captured: list[torch.Te
 
 
 def test_the_least_recently_used_size_leaves(captured: list[torch.Tensor]) -> None:
-    encoder = Qwen2_5_VisionTransformer()
+    encoder = Encoder()
     graphs = VisionGraphs(encoder, 2)
     for height in (2, 4, 2, 6):
         ask(graphs, 1, height, 2, times=AFTER + 2)
@@ -98,25 +103,60 @@ def test_the_least_recently_used_size_leaves(captured: list[torch.Tensor]) -> No
 
 
 def test_a_graph_that_computes_something_else_is_never_used(captured: list[torch.Tensor]) -> None:
-    graphs = VisionGraphs(Qwen2_5_VisionTransformer(), 2)
+    graphs = VisionGraphs(Encoder(), 2)
     ask(graphs, 1, 2, WRONG, times=AFTER + 4)
     assert graphs.state() == {"graphs": 0, "graph_replays": 0} and graphs.limit == 0
     assert not graphs.serves([])
 
 
 def test_large_inputs_stay_eager(captured: list[torch.Tensor]) -> None:
-    graphs = VisionGraphs(Qwen2_5_VisionTransformer(), 2)
+    graphs = VisionGraphs(Encoder(), 2)
     for _ in range(AFTER + 2):
         graphs(torch.zeros(MAX_PATCHES + 1, 1), torch.tensor([[1, 2, 2]]))
     assert not captured
 
 
-def test_only_known_encoders_on_a_gpu_get_graphs() -> None:
-    class Model:
-        visual = Qwen2_5_VisionTransformer()
+def runner(encoder: Any, **settings: Any) -> Any:
+    args = SimpleNamespace(**{"tp_size": 1, "disable_cuda_graph": False, **settings})
+    return SimpleNamespace(model=SimpleNamespace(visual=encoder), server_args=args, vision_graphs=None)
 
-    assert install(Model(), 4) is None
-    Model.visual = Qwen2_5_VisionTransformer("cuda")
-    assert install(Model(), 0) is None
-    assert isinstance(install(Model(), 4), VisionGraphs)
-    assert install(object(), 4) is None
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda: runner(None), "its image encoder is no Qwen2_5_VisionTransformer"),
+        (lambda: runner(type("Qwen2_5_VisionTransformer", (), {})()), "its image encoder is no Qwen2_5"),
+        (lambda: runner(Encoder()), "its image encoder is not on a GPU"),
+        (lambda: runner(Encoder("cuda"), tp_size=2), "tensor-parallel ranks"),
+        (lambda: runner(Encoder("cuda"), disable_cuda_graph=True), "--disable-cuda-graph"),
+    ],
+)
+def test_only_known_encoders_on_a_gpu_get_graphs(made: Callable[[], Any], why: str) -> None:
+    assert str(vision_graphs.graphs(made())).startswith(why)
+
+
+def test_graphs_take_the_encoders_place_unless_there_are_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = runner(Encoder("cuda"))
+    assert vision_graphs.graphs(known) == [(known.model.visual, "forward", known.vision_graphs)]
+    assert isinstance(known.vision_graphs, VisionGraphs)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, '{"vision_graphs": 0}')
+    assert vision_graphs.graphs(runner(Encoder("cuda"))) == "--vlora-vision-graphs 0"
+
+
+class Block(torch.nn.Module):
+    def forward(self, x: torch.Tensor, *, shift: int) -> torch.Tensor:
+        return x + shift
+
+
+def test_what_the_blocks_are_given_is_noted_and_nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(vision_graphs, "_Graph", lambda *args: given.append(args[3]) or (lambda x: x + 3))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    encoder = Encoder()
+    encoder.blocks = (Block(), Block())
+    encoder.forward = lambda x, grid: encoder.blocks[1](encoder.blocks[0](x, shift=1), shift=2)
+    graphs = VisionGraphs(encoder, 1)
+    for _ in range(AFTER + 1):
+        graphs(torch.zeros(4, 2), torch.tensor([[1, 2, 2]]))
+    assert given == [[{"shift": 1}, {"shift": 2}]] and graphs.state()["graphs"] == 1
+    assert not any("forward" in vars(block) for block in encoder.blocks)

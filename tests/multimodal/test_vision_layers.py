@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vlora_sgl.multimodal import vision_layers
-from vlora_sgl.multimodal.vision_layers import REPLACED, Attention, PatchEmbedding, install
+from tests.support.stand_in import passing_for
+from vlora_sgl.multimodal.vision_layers import REPLACED, Attention, PatchEmbedding, attentions, patch_embeddings
+
+CUDA = torch.device("cuda")
 
 
 def embedding(device: str, dtype: torch.dtype, bias: bool = False) -> Any:
@@ -29,14 +31,19 @@ def test_patches_are_embedded_as_the_convolution_does(bias: bool) -> None:
 @pytest.mark.parametrize("backend, dtype", [("fa3", torch.bfloat16), (REPLACED, torch.float32)])
 def test_attention_that_is_not_replaced(backend: str, dtype: torch.dtype) -> None:
     """Flash attention of SGLang's own stays, and what torch's cannot do is left to SGLang."""
-    attn = SimpleNamespace(qkv_backend_name=backend, forward="SGLang's")
-    encoder = SimpleNamespace(patch_embed=embedding("cpu", dtype), blocks=[SimpleNamespace(attn=attn)], dtype=dtype)
-    install(encoder)
-    assert attn.forward == "SGLang's"
+    attn = SimpleNamespace(qkv_backend_name=backend)
+    encoder = passing_for("Qwen2_5_VisionTransformer", SimpleNamespace)(
+        patch_embed=embedding("cpu", dtype), blocks=[SimpleNamespace(attn=attn)], dtype=dtype, device=CUDA
+    )
+    runner = SimpleNamespace(model=SimpleNamespace(visual=encoder))
+    assert attentions(runner) == "the encoder's attention is not triton_attn in 16 bits"
     attn.qkv_backend_name, encoder.dtype = REPLACED, torch.bfloat16
-    install(encoder)
-    assert isinstance(attn.forward, Attention)
-    assert vision_layers.PatchEmbedding is type(encoder.patch_embed.forward)
+    (place,) = attentions(runner)
+    assert place[:2] == (attn, "forward") and isinstance(place.value, Attention)
+    (place,) = patch_embeddings(runner)
+    assert place[:2] == (encoder.patch_embed, "forward") and isinstance(place.value, PatchEmbedding)
+    encoder.device = torch.device("cpu")
+    assert attentions(runner) == patch_embeddings(runner) == "its image encoder is not on a GPU"
 
 
 @pytest.mark.gpu

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
+from vlora_sgl.seams import Place
 
 admin = _sgl.auth_level(_sgl.AuthLevel.ADMIN_OPTIONAL)
 
@@ -76,31 +77,32 @@ async def generate(obj: _sgl.GenerateReqInput, request: Request) -> Any:
     return await _sgl.http_server.generate_request(obj, request)
 
 
-ROUTES: dict[str, tuple[str, Any]] = {
-    "/lora_adapters": ("GET", list_adapters),
-    "/reload_lora_adapter": ("POST", reload_adapter),
-    "/pin_lora_adapter": ("POST", pin_adapter),
-    "/v1/models": ("GET", list_models),
-    "/v1/models/{model:path}": ("GET", retrieve_model),
-}
-
-
-def mount(app: Any) -> None:
-    """Add the routes to SGLang's application, before it starts.
+def mount(app: FastAPI) -> None:
+    """Put the routes in SGLang's application, before it starts.
 
     One by one: SGLang's guard looks for the admin mark in the application's own list, where FastAPI hides an included
     router's routes.
     """
-    server = _sgl.http_server
+    server, routes, kind = _sgl.http_server, app.router.routes, app.router.route_class
+    replaced: dict[Any, Any] = {
+        server.available_models: list_models,
+        server.retrieve_model: retrieve_model,
+        server.generate_request: generate,
+    }
+    places = [
+        Place(routes, index, kind(route.path, replaced[route.endpoint], methods=route.methods, response_class=answer))
+        for index, route in enumerate(routes)
+        if (answer := getattr(route, "response_class", None)) and route.endpoint in replaced
+    ]
+    new = [
+        kind("/lora_adapters", list_adapters, methods=["GET"]),
+        kind("/reload_lora_adapter", reload_adapter, methods=["POST"]),
+        kind("/pin_lora_adapter", pin_adapter, methods=["POST"]),
+    ]
+    seams.place("http_server.app.router.routes", [*places, *(Place(routes, None, route) for route in new)])
     # The one route that changes adapters and that SGLang left open; it refuses, but only to those it should answer.
-    admin(server.load_lora_adapter_from_tensors)
-    replaced = (server.available_models, server.retrieve_model, server.generate_request)
-    for route in [route for route in app.router.routes if getattr(route, "endpoint", None) in replaced]:
-        app.router.routes.remove(route)
-        if route.endpoint is server.generate_request:
-            app.add_api_route(route.path, generate, methods=list(route.methods), response_class=route.response_class)
-    for path, (method, endpoint) in ROUTES.items():
-        app.add_api_route(path, endpoint, methods=[method])
+    marked = Place(vars(server.load_lora_adapter_from_tensors), "_auth_level", _sgl.AuthLevel.ADMIN_OPTIONAL)
+    seams.place("http_server.load_lora_adapter_from_tensors", [marked])
 
 
 def _manager(request: Request) -> Any:

@@ -16,11 +16,13 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from PIL import Image
 from pydantic import BaseModel, Field
+from starlette.middleware import Middleware
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.errors import HeadError, RequestError, VLoraError
 from vlora_sgl.heads.requests import describe
+from vlora_sgl.seams import Place
 from vlora_sgl.server_args import VLoraArgs
 
 router = APIRouter(prefix="/v1/vision", tags=["vision"])
@@ -197,5 +199,5 @@ def move_head(body: bytes, path: str) -> bytes:
 
 def mount(app: FastAPI) -> None:
     """Add the routes and the parameter to SGLang's application, once, before it starts."""
-    app.include_router(router)
-    app.add_middleware(HeadParameter)
+    seams.place("http_server.app.routes", [Place(app.router.routes, None, route) for route in router.routes])
+    seams.place("http_server.app.user_middleware", [Place(app.user_middleware, None, Middleware(HeadParameter))])

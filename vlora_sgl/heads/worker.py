@@ -6,15 +6,18 @@ prefill pass that computes its last token; nothing is decoded for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlora_sgl import _sgl
-from vlora_sgl._sgl_types import GenerationBatchResult, ScheduleBatch
+from vlora_sgl._sgl_types import GenerationBatchResult, ModelRunner, ScheduleBatch
 from vlora_sgl.core import JsonDict
 from vlora_sgl.heads.base import Grid, VisionHead, grouped_linear
+from vlora_sgl.seams import Place, Places
 
 
 @dataclass(eq=False)
@@ -84,12 +87,39 @@ class HeadResults:
             request.answer, request.raw = request.finish(part.reshape(shape)), None
 
 
+class HiddenStates:
+    """Stands in the place of ``LogitsProcessor.forward``, which runs eagerly, after a replayed prefill too.
+
+    Args:
+        forward: the processor's.
+
+    Attributes:
+        wanted: whether to keep what comes next.
+        kept: [tokens, hidden], what came last while it was wanted.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        self.wanted = False
+        self.kept: Tensor | None = None
+
+    def __call__(
+        self, input_ids: Any, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> GenerationBatchResult:
+        """As the processor."""
+        if self.wanted:
+            self.kept = hidden_states
+        return self.forward(input_ids, hidden_states, *args, **kwargs)
+
+
+def hidden_states(runner: ModelRunner) -> Places:
+    """What keeps the hidden states that go into a model runner's logits processor."""
+    processor = getattr(runner.model, "logits_processor", None)
+    return [] if processor is None else [Place(processor, "forward", HiddenStates(processor.forward))]
+
+
 class HeadWorker(_sgl.TpModelWorker):
     """SGLang's worker, which also runs the heads of a prefill batch, on the forward stream, after the model."""
-
-    _captured: Tensor | None = None
-    _capturing = False
-    _hooked = False
 
     def forward_batch_generation(self, batch: ScheduleBatch, *args: object, **kwargs: object) -> GenerationBatchResult:
         """SGLang's result, with ``head_results`` on it when rows of the batch asked for heads."""
@@ -100,33 +130,20 @@ class HeadWorker(_sgl.TpModelWorker):
         ]
         if not rows:
             return super().forward_batch_generation(batch, *args, **kwargs)
-        self._hook()
+        states = self.model_runner.model.logits_processor.forward
+        assert isinstance(states, HiddenStates)
         chunk = [(start, length) for start, length in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
         unfinished = batch.chunked_req
         last = [request for row, request in rows if batch.reqs[row] is not unfinished]
-        self._capturing = True
+        states.wanted = True
         try:
             result = super().forward_batch_generation(batch, *args, **kwargs)
         finally:
-            self._capturing, hidden, self._captured = False, self._captured, None
+            hidden, states.wanted, states.kept = states.kept, False, None
         assert hidden is not None, "the model ran without its logits processor: heads have nothing to read"
         with torch.inference_mode():
             result.head_results = run_heads(hidden, chunk, rows, last)
         return result
-
-    def _hook(self) -> None:
-        """Keep the hidden states that go into the logits processor, while capturing. It runs eagerly, after
-        a replayed prefill too."""
-        if self._hooked:
-            return
-        processor = self.model_runner.model.logits_processor
-
-        def capture(module: object, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            if self._capturing:
-                self._captured = args[1] if len(args) > 1 else kwargs["hidden_states"]
-
-        processor.register_forward_pre_hook(capture, with_kwargs=True)
-        self._hooked = True
 
 
 def run_heads(

@@ -6,11 +6,15 @@ under a package whose ``__init__`` has not run yet; it runs as soon as anything 
 attribute or a submodule, so that the engine in the same process finds everything as it expects it.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import importlib.util
 import sys
 from types import ModuleType
+
+from vlora_sgl import seams
+from vlora_sgl.seams import Place
 
 
 class _Completer:
@@ -43,74 +47,42 @@ def _postpone_runtime() -> _Completer | None:
     if spec is None:
         return None
     package = importlib.util.module_from_spec(spec)
-    sys.modules["sglang"] = package
     completer = _Completer(package)
-    package.__dict__["__getattr__"] = completer.attribute
+    places = [Place(sys.modules, "sglang", package), Place(vars(package), "__getattr__", completer.attribute)]
+    seams.place("sys.meta_path", places)
     return completer
 
 
 _completer = _postpone_runtime()
 
-from sglang.global_config import global_config  # noqa: E402
-from sglang.lang import tracer  # noqa: E402
-from sglang.lang.backend.base_backend import BaseBackend  # noqa: E402
-from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint  # noqa: E402
-from sglang.lang.chat_template import get_chat_template, get_chat_template_by_model_path  # noqa: E402
-from sglang.lang.choices import (  # noqa: E402
-    ChoicesDecision,
-    ChoicesSamplingMethod,
-    greedy_token_selection,
-    token_length_normalized,
-    unconditional_likelihood_normalized,
-)
-from sglang.lang.interpreter import ProgramState, ProgramStateGroup, StreamExecutor  # noqa: E402
-from sglang.lang.ir import (  # noqa: E402
-    SglArgument,
-    SglConstantText,
-    SglExpr,
-    SglExprList,
-    SglFork,
-    SglFunction,
-    SglGen,
-    SglGetForkItem,
-    SglRoleBegin,
-    SglRoleEnd,
-    SglSamplingParams,
-    SglSelect,
-    SglVariable,
-    SglVarScopeBegin,
-)
+from sglang.global_config import global_config as global_config
+from sglang.lang import tracer as tracer
+from sglang.lang.backend.base_backend import BaseBackend as BaseBackend
+from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint as RuntimeEndpoint
+from sglang.lang.chat_template import get_chat_template as get_chat_template
+from sglang.lang.chat_template import get_chat_template_by_model_path as get_chat_template_by_model_path
+from sglang.lang.choices import ChoicesDecision as ChoicesDecision
+from sglang.lang.choices import ChoicesSamplingMethod as ChoicesSamplingMethod
+from sglang.lang.choices import greedy_token_selection as greedy_token_selection
+from sglang.lang.choices import token_length_normalized as token_length_normalized
+from sglang.lang.choices import unconditional_likelihood_normalized as unconditional_likelihood_normalized
+from sglang.lang.interpreter import ProgramState as ProgramState
+from sglang.lang.interpreter import ProgramStateGroup as ProgramStateGroup
+from sglang.lang.interpreter import StreamExecutor as StreamExecutor
+from sglang.lang.ir import SglArgument as SglArgument
+from sglang.lang.ir import SglConstantText as SglConstantText
+from sglang.lang.ir import SglExpr as SglExpr
+from sglang.lang.ir import SglExprList as SglExprList
+from sglang.lang.ir import SglFork as SglFork
+from sglang.lang.ir import SglFunction as SglFunction
+from sglang.lang.ir import SglGen as SglGen
+from sglang.lang.ir import SglGetForkItem as SglGetForkItem
+from sglang.lang.ir import SglRoleBegin as SglRoleBegin
+from sglang.lang.ir import SglRoleEnd as SglRoleEnd
+from sglang.lang.ir import SglSamplingParams as SglSamplingParams
+from sglang.lang.ir import SglSelect as SglSelect
+from sglang.lang.ir import SglVariable as SglVariable
+from sglang.lang.ir import SglVarScopeBegin as SglVarScopeBegin
 
 if _completer is not None:
-    sys.meta_path.insert(0, _completer)
-
-__all__ = [
-    "BaseBackend",
-    "ChoicesDecision",
-    "ChoicesSamplingMethod",
-    "ProgramState",
-    "ProgramStateGroup",
-    "RuntimeEndpoint",
-    "SglArgument",
-    "SglConstantText",
-    "SglExpr",
-    "SglExprList",
-    "SglFork",
-    "SglFunction",
-    "SglGen",
-    "SglGetForkItem",
-    "SglRoleBegin",
-    "SglRoleEnd",
-    "SglSamplingParams",
-    "SglSelect",
-    "SglVarScopeBegin",
-    "SglVariable",
-    "StreamExecutor",
-    "get_chat_template",
-    "get_chat_template_by_model_path",
-    "global_config",
-    "greedy_token_selection",
-    "token_length_normalized",
-    "tracer",
-    "unconditional_likelihood_normalized",
-]
+    seams.place("sys.meta_path", [Place(sys.meta_path, slice(0, 0), [_completer])])

@@ -8,13 +8,16 @@ In a prefill gate_up leaves its adapters to the activation behind it, which read
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from vlora_sgl import _sgl
+from vlora_sgl.kernels.atmm import on_kernels
 from vlora_sgl.kernels.atmm.launch import MAX_PARTS
+from vlora_sgl.seams import Place, Places
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 """Of a linear layer, with the bias that it has skipped."""
@@ -214,23 +217,27 @@ def layer_class(layer: nn.Module) -> type[nn.Module] | None:
     return None
 
 
-def wrap_layer(layer: nn.Module, backend: Any) -> nn.Module:
-    """Wrap a linear for ``backend``; what has no class here gets SGLang's."""
-    ours = layer_class(layer)
-    return ours(layer, backend) if ours is not None else _sgl.get_lora_layer(layer, backend)
+def wrap_layer(original: Callable[..., nn.Module], layer: nn.Module, lora_backend: Any) -> nn.Module:
+    """Wraps SGLang's ``get_lora_layer``: for ATMM a linear is wrapped by a class of ours, if there is one."""
+    ours = layer_class(layer) if lora_backend.name == "atmm" else None
+    return ours(layer, lora_backend) if ours is not None else original(layer, lora_backend)
 
 
-def pair_activations(model: nn.Module) -> int:
-    """Put ``AtmmSiluAndMul`` behind every wrapped gate_up whose output goes straight into SiluAndMul.
+def activations(runner: Any) -> Places:
+    """What stands in the place of a model runner's activations."""
+    if getattr(runner, "lora_manager", None) is None:
+        return "LoRA is off"
+    return pair_activations(runner.model) if on_kernels(torch.device(runner.device)) else "it runs on a CPU"
+
+
+def pair_activations(model: nn.Module) -> list[Place]:
+    """An ``AtmmSiluAndMul`` behind every wrapped gate_up whose output goes straight into SiluAndMul.
 
     Other models scale, clamp or reorder between the two, some in place; so only MLPs are taken whose ``forward`` is
     known to do nothing there.
-
-    Returns:
-        How many there are.
     """
     straight = (_sgl.LlamaMLP.forward, _sgl.Qwen2MLP.forward)
-    found = 0
+    places = []
     for mlp in list(model.modules()):
         if type(mlp).forward not in straight:
             continue
@@ -240,6 +247,5 @@ def pair_activations(model: nn.Module) -> int:
             and isinstance(activation, _sgl.SiluAndMul)
             and not linear.base_layer.gather_output
         ):
-            mlp.act_fn = AtmmSiluAndMul(activation, linear)
-            found += 1
-    return found
+            places.append(Place(mlp, "act_fn", AtmmSiluAndMul(activation, linear)))
+    return places

@@ -14,15 +14,14 @@ from typing import Any, Protocol
 
 import torch
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import ForwardBatch, LoRAConfig, LoRARef
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, on_kernels
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 from vlora_sgl.kernels.atmm.row_routing import Run, is_dense
 from vlora_sgl.lora.adapter import AdapterBuilder
 from vlora_sgl.lora.invocation import split_batch
-from vlora_sgl.lora.layers import pair_activations, wrap_layer
 from vlora_sgl.lora.merger import Merger
 from vlora_sgl.lora.packed import PackedPool
 from vlora_sgl.lora.pool import SizedPool
@@ -62,11 +61,13 @@ class VLoraManager(_sgl.LoRAManager):
     Attributes:
         plan: the plan of the batch that runs next.
         residency: which adapters hold slots, and who is evicted.
+        token_routing: what routed adapters need of a batch, if there can be any.
     """
 
     plan = UNMERGED
+    memory_pool: Any = None
     _prefill_graphs: PrefillGraphs | None = None
-    _token_routing: TokenRouting | None = None
+    token_routing: TokenRouting | None = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._routes_rows = kwargs.get("lora_backend") == ROUTING_BACKEND
@@ -177,10 +178,11 @@ class VLoraManager(_sgl.LoRAManager):
         options["strict_loading"] = self.lora_strict_loading
         if self.slot_ranks:
             self._check_slot_ranks()
-            self.memory_pool = SizedPool(self.slot_ranks, **options)
-            self.lora_backend.place_slots(self.memory_pool.places)
+            pool: PackedPool = SizedPool(self.slot_ranks, **options)
+            self.lora_backend.place_slots(pool.places)
         else:
-            self.memory_pool = PackedPool(**options)
+            pool = PackedPool(**options)
+        seams.own("LoRAManager.memory_pool", self, pool)
         self._rows = RowRouting(self.memory_pool, self.loras, self._store.routed)
         self.fetch_new_loras({None})
         self._store.serve(self.memory_pool, self.lora_modules)
@@ -219,16 +221,16 @@ class VLoraManager(_sgl.LoRAManager):
         tables = RouterTables(self._vlora.max_routed, config.hidden_size, config.vocab_size, rows, self.device)
         tables.bind(req_to_token, token_slots)
         self._store.accept_routed(tables)
-        self._token_routing = TokenRouting(
+        self.token_routing = TokenRouting(
             tables,
             self._store.routed,
             self._rows.slot_of,
             lambda uid: float(self.loras[uid].scaling),
             self.lora_backend,
         )
-        self._first_layer().register_forward_pre_hook(self._token_routing.route, with_kwargs=True)
 
-    def _first_layer(self) -> Any:
+    def first_layer(self) -> Any:
+        """The first decoder layer: ``layer(positions, hidden_states, forward_batch, residual)``."""
         name = next(iter(self.lora_modules[0]))
         head, marker, _ = name.partition("layers.0.")
         return self.base_model.get_submodule(head + marker.rstrip("."))
@@ -248,7 +250,7 @@ class VLoraManager(_sgl.LoRAManager):
     @property
     def two_slots_a_row(self) -> bool:
         """Whether rows may apply two slots: a merged adapter taken out beside their own, or two routed members."""
-        return self.can_merge or self._token_routing is not None
+        return self.can_merge or self.token_routing is not None
 
     def refusal(self, adapter: str) -> str | None:
         """Why this adapter can never be merged into the weights, or ``None`` if it can.
@@ -318,8 +320,8 @@ class VLoraManager(_sgl.LoRAManager):
         batch = split_batch(forward_batch, self.plan.invocation_starts)
         runs = self._rows.runs_of(batch, merged)
         self._route(batch, runs, any(pairs for pairs, _ in runs))
-        if self._token_routing is not None:
-            self._token_routing.prepare(forward_batch, self._rows.pairs_of(None, merged))
+        if self.token_routing is not None:
+            self.token_routing.prepare(forward_batch, self._rows.pairs_of(None, merged))
 
     def _captured_variant(self) -> str | None:
         if _sgl.capture_mode.get_is_capture_mode():
@@ -349,7 +351,7 @@ class VLoraManager(_sgl.LoRAManager):
 
     def exceeds_graph(self, forward_batch: ForwardBatch) -> bool:
         """Whether a batch has routed adapters but more rows than a captured graph can route."""
-        return self._token_routing is not None and self._token_routing.exceeds_graph(forward_batch)
+        return self.token_routing is not None and self.token_routing.exceeds_graph(forward_batch)
 
     def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
         """SGLang's verdict; a prefill with routed rows runs eagerly: its tiles depend on what the router says."""
@@ -376,14 +378,6 @@ class VLoraManager(_sgl.LoRAManager):
 
     # The wrapped modules
 
-    def set_lora_module(self, module_name: str, module: Any) -> Any:
-        """Wrap one module; for ATMM with the layers that compute base and adapters together."""
-        if not self._routes_rows:
-            return super().set_lora_module(module_name, module)
-        wrapped = wrap_layer(module, self.lora_backend)
-        _sgl.replace_submodule(self.base_model, module_name, wrapped)
-        return wrapped
-
     def init_lora_modules(self) -> None:
         """Wrap the language model's modules, and no vision tower's by accident."""
         model = self.base_model
@@ -392,10 +386,6 @@ class VLoraManager(_sgl.LoRAManager):
         def language_model_only(*args: object, **kwargs: object) -> Iterator[tuple[str, Any]]:
             return ((name, module) for name, module in everything(*args, **kwargs) if not _TOWERS.search(name))
 
-        model.named_modules = language_model_only
-        try:
+        row = "LoRAManager.init_lora_modules.named_modules"
+        with seams.swapped(row, model, "named_modules", language_model_only):
             super().init_lora_modules()
-        finally:
-            del model.named_modules
-        if self._routes_rows and on_kernels(self.device):
-            logger.info("%d activations add the adapters' part of gate_up in a prefill", pair_activations(model))

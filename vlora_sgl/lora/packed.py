@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.lora.slot_residency import SlotResidency
@@ -121,7 +121,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
         self.places: Sequence[int] = places or range(slots)
         super().__init__(**options)
         if residency is not None:
-            self.eviction_policy = residency
+            seams.own("LoRAMemoryPool.eviction_policy", self, residency)
         everything = [buffer for buffers in (self.A_buffer, self.B_buffer) for buffer in buffers.values()]
         linear = bool(everything) and all(matrix.ndim == 3 for layers in everything for matrix in layers)
         self.packs = linear and not _sgl.dense_lora_b
@@ -182,12 +182,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
         _sgl.LoRAMemoryPool.load_lora_weight_to_buffer(slot, adapter.uid, 0, linears, lora_modules, None, None)
 
     def load_lora_weight_to_buffer(
-        self,
-        uid: AdapterId,
-        buffer_id: int,
-        lora_adapter: Any,
-        lora_modules: Layers,
-        *embeddings: object,
+        self, uid: AdapterId, buffer_id: int, lora_adapter: Any, lora_modules: Layers, *embeddings: object
     ) -> None:
         """Fill a slot; ``uid`` ``None`` clears it for the base model."""
         if uid is None or not self.packs:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import GenerationBatchResult, Req, ScheduleBatch
 from vlora_sgl.core import InferenceMode, JsonDict, RequestParams
 from vlora_sgl.errors import ConfigError, HeadError, RequestError
@@ -25,6 +25,7 @@ from vlora_sgl.mem_cache.scheduling import PrefixScheduling
 from vlora_sgl.multimodal import encoder_cache
 from vlora_sgl.multimodal.early_encoding import EarlyEncoding
 from vlora_sgl.request import RequestState, tell
+from vlora_sgl.seams import Stage
 from vlora_sgl.server_args import VLoraArgs, changed_while_serving
 
 logger = logging.getLogger(__name__)
@@ -61,9 +62,11 @@ class VLoraScheduler(_sgl.Scheduler):
             self.planning = Planning(
                 self.vlora_args, self.lora_manager, config, self.device, self.max_running_requests, logs
             )
-            self.policy: Any = PlannedOrder(self.policy, self.planning.planner)
+            seams.own("Scheduler.policy", self, PlannedOrder(self.policy, self.planning.planner))
             collector = getattr(self.metrics_reporter, "metrics_collector", None)
             self.metrics = None if collector is None else VLoraMetrics(collector.labels)
+        made = ("Scheduler", "LoRAManager", "LoRAMemoryPool", "ModelRunner", "mm_utils")
+        seams.verify(Stage.ENGINE, *made, otherwise=None if self.enable_lora else "LoRA is off")
 
     @property
     def lora_manager(self) -> Any:
@@ -269,4 +272,5 @@ class VLoraScheduler(_sgl.Scheduler):
             "heads": self.heads.totals,
             "adapters": manager.adapter_state() if manager is not None else {},
             "pool": manager.pool_state() if manager is not None else None,
+            "seams": seams.report(),
         }

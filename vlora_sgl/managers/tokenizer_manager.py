@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import (
     GenerateReqInput,
     LoadLoRAAdapterReqInput,
@@ -24,6 +24,7 @@ from vlora_sgl.managers import tensor_pickle
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, Reply, UnknownAdapterResponse, UnknownModelResponse
 from vlora_sgl.managers.ended_requests import LingeringStates
 from vlora_sgl.request import show
+from vlora_sgl.seams import Stage
 
 
 class VLoraTokenizerManager(_sgl.TokenizerManager):
@@ -35,10 +36,20 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self.rid_to_state = LingeringStates()
+        seams.own("TokenizerManager.rid_to_state", self, LingeringStates())
+        seams.verify(
+            Stage.ENGINE, "TokenizerManager", otherwise=None if self.server_args.enable_lora else "LoRA is off"
+        )
         exported = read_exported(self.server_args.model_path)
         # Where the caller chose other adapters, names mean what they mean in any other engine.
         self.exported = exported if exported is not None and BASE_DELTA in self.lora_ref_cache else None
+
+    async def get_internal_state(self) -> list[JsonDict]:
+        """SGLang's, with the replacements that are in this process."""
+        states = await super().get_internal_state()
+        for state in states:
+            state["vlora"]["seams"] = seams.report(state["vlora"]["seams"])
+        return states
 
     # A request comes
 
@@ -105,7 +116,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         self.adapters = AdapterLifecycle(
             self.server_args, lambda: self.served_model_name, known, lock, self._ask_ranks
         )
-        self.lora_registry = self.adapters.registry
+        seams.own("TokenizerManager.lora_registry", self, self.adapters.registry)
 
     async def _ask_ranks(self, message: object) -> list[LoadLoRAAdapterReqOutput]:
         self.auto_create_handle_loop()

@@ -20,7 +20,7 @@ from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import ModelRunner, Req, TreeNode
 from vlora_sgl.mem_cache.radix_cache import VLoraRadixCache
 
-WRITES_FIRST = frozenset({"FlashAttentionBackend", "TorchNativeAttnBackend", "TritonAttnBackend"})
+WRITES_FIRST = ("FlashAttentionBackend", "TorchNativeAttnBackend", "TritonAttnBackend")
 """SGLang's attention backends whose ``forward_extend`` calls ``set_kv_buffer`` on all new tokens before its kernels.
 FlashInfer's may not: it can attend to prefixes first. Nor may one that wraps others, or runs half batches by turns."""
 
@@ -34,7 +34,7 @@ def can_share(runner: ModelRunner, tree: object) -> bool:
     """
     return (
         isinstance(tree, VLoraRadixCache)
-        and type(runner.attn_backend).__name__ in WRITES_FIRST
+        and _sgl.is_a(runner.attn_backend, *WRITES_FIRST)
         and tree.page_size == tree.token_to_kv_pool_allocator.page_size == 1
         and runner.server_args.attn_cp_size == 1
         and not runner.use_mla_backend

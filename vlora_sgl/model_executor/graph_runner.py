@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl.model_executor.fast_paths.prefill_attention import captured_attention
 
 WHOLE = ",whole"
@@ -72,13 +72,12 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
                 whole = self.attention.capture(size, forward)
                 capture(replace(key, variant_label=f"{self.variant}{WHOLE}"), whole, *args, **kwargs)
 
-        self.backend.capture_one = capture_variant
         try:
-            for self.variant in ("lora", "nolora"):
-                super().capture_one_shape(size)
+            with seams.swapped("BaseCudaGraphBackend.capture_one", self.backend, "capture_one", capture_variant):
+                for self.variant in ("lora", "nolora"):
+                    super().capture_one_shape(size)
         finally:
             self.variant = None
-            del self.backend.capture_one
 
     def execute(self, forward_batch: Any, **kwargs: Any) -> Any:
         """SGLang's replay, counted."""

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl.lora.warmup import compile_prefills
-from vlora_sgl.model_executor.fast_paths import attention_tiles, decode_layers
-from vlora_sgl.multimodal import encoder_cache, vision_graphs, vision_layers
+from vlora_sgl.multimodal import encoder_cache
 from vlora_sgl.multimodal.embedding_count import EMBEDS_ONLY, leave_out_cached_images
-from vlora_sgl.server_args import VLoraArgs
+from vlora_sgl.multimodal.vision_graphs import VisionGraphs
+from vlora_sgl.seams import Stage
 
 READERS = frozenset(
     {
@@ -34,17 +34,15 @@ WRITERS = frozenset(
 class VLoraModelRunner(_sgl.ModelRunner):
     """One per rank."""
 
-    vision_graphs: vision_graphs.VisionGraphs | None = None
-    weight_updater: Any
-    weight_exporter: Any
+    vision_graphs: VisionGraphs | None = None
 
     def init_weight_updater(self) -> None:
         super().init_weight_updater()
-        self.weight_updater = _Guard(self.weight_updater, self)
+        seams.own("ModelRunner.weight_updater", self, _Guard(self.weight_updater, self))
 
     def init_weight_exporter(self) -> None:
         super().init_weight_exporter()
-        self.weight_exporter = _Guard(self.weight_exporter, self)
+        seams.own("ModelRunner.weight_exporter", self, _Guard(self.weight_exporter, self))
 
     def init_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
         """SGLang's, once the manager knows the KV cache that its routers' votes lie beside.
@@ -55,15 +53,10 @@ class VLoraModelRunner(_sgl.ModelRunner):
         if manager is not None:
             slots = self.max_total_num_tokens + self.page_size  # SGLang pads its KV cache by a page
             manager.bind_pools(self.req_to_token_pool.req_to_token, slots)
-        attention_tiles.install()
-        decode_layers.install(self)
-        if (encoder := vision_graphs.known_encoder(self.model)) is not None:
-            vision_layers.install(encoder)
-        limit = VLoraArgs.from_environment().vision_graphs
-        # Ranks would have to capture their reductions together.
-        alone = self.server_args.tp_size == 1 and not self.server_args.disable_cuda_graph
-        self.vision_graphs = vision_graphs.install(self.model, limit if alone else 0)
+        seams.install(Stage.MODEL, self)
         super().init_cuda_graphs(*args, **kwargs)
+        calls = ("TritonAttnBackend", "BaseCudaGraphBackend", "Qwen2_5_VisionBlock")
+        seams.verify(Stage.MODEL, *calls, otherwise="nothing of the kind has been captured")
         if manager is not None:
             largest = max(getattr(self.prefill_cuda_graph_runner, "capture_num_tokens", None) or [0])
             chunk = self.server_args.chunked_prefill_size or 0
@@ -71,7 +64,7 @@ class VLoraModelRunner(_sgl.ModelRunner):
 
     def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang's, without waiting for the device over images that the prefix cache holds."""
-        if forward_batch.forward_mode.is_extend() and type(self.model).__name__ in EMBEDS_ONLY:
+        if forward_batch.forward_mode.is_extend() and _sgl.is_a(self.model, *EMBEDS_ONLY):
             leave_out_cached_images(forward_batch)
         return super().forward(forward_batch, *args, **kwargs)
 
@@ -108,14 +101,11 @@ class _Guard:
     """Stands for one of SGLang's weight components; unmerges before its readers and writers, rebases after writers."""
 
     def __init__(self, inner: Any, runner: VLoraModelRunner) -> None:
-        self.__dict__.update(_inner=inner, _runner=runner)
+        self._inner, self._runner = inner, runner
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
         return self._guarded(found, name in WRITERS) if name in READERS | WRITERS else found
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._inner, name, value)
 
     def _guarded(self, method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
         @wraps(method)

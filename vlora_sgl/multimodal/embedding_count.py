@@ -18,7 +18,7 @@ from vlora_sgl.multimodal.feature_offload import offloader
 
 Offsets = Sequence[tuple[int, int]]
 
-EMBEDS_ONLY = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
+EMBEDS_ONLY = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 """SGLang's models that look at a batch's images for nothing but their embeddings."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 
 _OURS = 1 << 127
 """Set in every key of ours, so that an item (of a session, say) is not renamed twice. SGLang's hashes have 64 bits."""
@@ -77,7 +77,7 @@ def install(megabytes: int) -> EncoderCache:
     """Put an empty cache in the place of SGLang's, in this process. One that SGLang turned off stays off."""
     off = _sgl.mm_utils.embedding_cache is not None and _sgl.mm_utils.embedding_cache.max_size == 0
     cache = EncoderCache(0 if off else megabytes << 20)
-    _sgl.mm_utils.embedding_cache = cache
+    seams.own("mm_utils.embedding_cache", _sgl.mm_utils, cache)
     return cache
 
 

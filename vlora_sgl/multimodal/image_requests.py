@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlora_sgl import _sgl
+
 PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
 """Processors of transformers that replace one placeholder by one per image token, and do nothing else to a text."""
 
@@ -90,7 +92,7 @@ class Halves:
 @lru_cache(maxsize=64)  # SGLang keeps one per thread
 def halves_of(processor: Any) -> Halves | None:
     """What stands in for a processor; ``None`` for one that is not covered."""
-    if type(processor).__name__ not in PROCESSORS:
+    if not _sgl.is_a(processor, *PROCESSORS):
         return None
     token = processor.tokenizer.added_tokens_decoder.get(processor.image_token_id)
     if token is None or token.lstrip or token.rstrip or token.single_word or token.normalized:

@@ -15,14 +15,20 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
+from vlora_sgl import _sgl, seams
+from vlora_sgl.seams import Place, Places
+from vlora_sgl.server_args import VLoraArgs
+
 logger = logging.getLogger(__name__)
 
-ENCODERS = frozenset({"Qwen2_5_VisionTransformer"})
-"""SGLang's encoder classes whose forward is the one of ``_Graph``."""
+ENCODER = "Qwen2_5_VisionTransformer"
+"""SGLang's encoder whose forward is the one of ``_Graph``."""
 
 AFTER = 3
 """Images of a size that run eagerly before the next one is captured: a capture takes as long as some ten images."""
@@ -43,7 +49,7 @@ class VisionGraphs:
     """Stands in the place of an encoder's ``forward``.
 
     Args:
-        encoder: SGLang's module, of a class in ``ENCODERS``.
+        encoder: SGLang's module, of the class ``ENCODER``.
         limit: graphs that are kept; the least recently used one leaves first.
     """
 
@@ -94,15 +100,16 @@ class VisionGraphs:
     def _capture(self, grid: Grid, x: torch.Tensor, grid_thw: torch.Tensor) -> None:
         """Keep a graph for images of this size, if it is seen to give what the eager run gives."""
         calls: list[dict[str, Any]] = []
-        hooks = [
-            block.register_forward_pre_hook(lambda _, __, given: calls.append(given), with_kwargs=True)
-            for block in self.encoder.blocks
-        ]
-        try:
+
+        def noted(block: Any, *args: Any, **given: Any) -> Any:
+            calls.append(given)
+            return block(*args, **given)
+
+        with ExitStack() as stack:
+            for block in self.encoder.blocks:
+                forward = partial(noted, block.forward)
+                stack.enter_context(seams.swapped("Qwen2_5_VisionBlock.forward", block, "forward", forward))
             answer = self._eager(x, grid_thw)
-        finally:
-            for hook in hooks:
-                hook.remove()
         try:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -150,15 +157,22 @@ class _Graph:
 
 
 def known_encoder(model: Any) -> Any:
-    """A model's image encoder if it is one that we know, on CUDA; ``None`` otherwise."""
+    """A model's image encoder if it is of ``ENCODER``'s class, on CUDA; else why not, in words."""
     encoder: Any = getattr(model, "visual", None)
-    return encoder if type(encoder).__name__ in ENCODERS and encoder.device.type == "cuda" else None
+    if not _sgl.is_a(encoder, ENCODER):
+        return f"its image encoder is no {ENCODER}"
+    return encoder if encoder.device.type == "cuda" else "its image encoder is not on a GPU"
 
 
-def install(model: Any, limit: int) -> VisionGraphs | None:
-    """Put graphs in the place of a model's image encoder; ``None`` where it has none that we know."""
-    encoder = known_encoder(model)
-    if limit < 1 or encoder is None:
-        return None
-    encoder.forward = graphs = VisionGraphs(encoder, limit)
-    return graphs
+def graphs(runner: Any) -> Places:
+    """What stands in the place of the image encoder of a model runner; it becomes the runner's ``vision_graphs``."""
+    encoder = known_encoder(runner.model)
+    if isinstance(encoder, str):
+        return encoder
+    limit = VLoraArgs.from_environment().vision_graphs
+    if limit < 1 or runner.server_args.disable_cuda_graph:
+        return "--vlora-vision-graphs 0" if limit < 1 else "--disable-cuda-graph"
+    if runner.server_args.tp_size > 1:
+        return "tensor-parallel ranks would have to capture their reductions together"
+    runner.vision_graphs = VisionGraphs(encoder, limit)
+    return [Place(encoder, "forward", runner.vision_graphs)]

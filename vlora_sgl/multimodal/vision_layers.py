@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from vlora_sgl.kernels.rotary import rotate_
+from vlora_sgl.multimodal.vision_graphs import known_encoder
+from vlora_sgl.seams import Place, Places
 
 REPLACED = "triton_attn"
 """SGLang's attention backend of encoders that ``Attention`` stands in for."""
@@ -69,10 +71,20 @@ class Attention:
         return answer
 
 
-def install(encoder: Any) -> None:
-    """Put them in the place of an encoder's layers. For a Qwen2.5-VL encoder on CUDA."""
-    encoder.patch_embed.forward = PatchEmbedding(encoder.patch_embed)
-    for block in encoder.blocks:
-        layer = block.attn
-        if layer.qkv_backend_name == REPLACED and encoder.dtype in (torch.float16, torch.bfloat16):
-            layer.forward = Attention(layer)
+def patch_embeddings(runner: Any) -> Places:
+    """What stands in the place of the patch embedding of a model runner's image encoder."""
+    encoder = known_encoder(runner.model)
+    if isinstance(encoder, str):
+        return encoder
+    return [Place(encoder.patch_embed, "forward", PatchEmbedding(encoder.patch_embed))]
+
+
+def attentions(runner: Any) -> Places:
+    """What stands in the place of the attentions of a model runner's image encoder."""
+    encoder = known_encoder(runner.model)
+    if isinstance(encoder, str):
+        return encoder
+    layers = [block.attn for block in encoder.blocks if block.attn.qkv_backend_name == REPLACED]
+    if not layers or encoder.dtype not in (torch.float16, torch.bfloat16):
+        return f"the encoder's attention is not {REPLACED} in 16 bits"
+    return [Place(layer, "forward", Attention(layer)) for layer in layers]

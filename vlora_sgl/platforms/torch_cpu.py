@@ -11,10 +11,11 @@ import os
 from typing import Any
 
 import torch
-from torch.jit._builtins import _find_builtin, _register_builtin
+from torch.jit._builtins import _find_builtin, _get_builtin_table
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl import CpuSRTPlatform, PlatformEnum
+from vlora_sgl.seams import Place
 
 
 class TorchCpuPlatform(CpuSRTPlatform):
@@ -29,9 +30,9 @@ class TorchCpuPlatform(CpuSRTPlatform):
         And hide NCCL, which torch's wheels for CUDA bring: two ranks would take it for theirs.
         """
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none-on-a-cpu")
-        setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)  # noqa: B010
-        for factory in ("arange", "empty", "ones", "tensor", "zeros"):
-            setattr(torch, factory, _without_pinning(getattr(torch, factory)))
+        seams.own("torch.Tensor.pin_memory", torch.Tensor, lambda self, device=None: self)
+        factories = ("arange", "empty", "ones", "tensor", "zeros")
+        seams.place("torch.tensor", [place for name in factories for place in without_pinning(name)])
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
@@ -47,7 +48,10 @@ class TorchCpuPlatform(CpuSRTPlatform):
         return "eager"
 
 
-def _without_pinning(factory: Any) -> Any:
+def without_pinning(name: str) -> list[Place]:
+    """A function of torch that makes tensors, without its option ``pin_memory``, and where it goes."""
+    factory = getattr(torch, name)
+
     @functools.wraps(factory)
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs.pop("pin_memory", None)
@@ -56,6 +60,5 @@ def _without_pinning(factory: Any) -> Any:
     # TorchScript knows torch's functions by identity; SGLang's LLaVA imports all models of transformers, scripted ones
     # among them.
     operator = _find_builtin(factory)
-    if operator is not None:
-        _register_builtin(call, operator)
-    return call
+    scripted = [] if operator is None else [Place(_get_builtin_table(), id(call), operator)]
+    return [Place(torch, name, call), *scripted]

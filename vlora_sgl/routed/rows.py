@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlora_sgl._sgl_types import ForwardBatch, MultimodalInputs
-from vlora_sgl.core import JsonDict
+from vlora_sgl._sgl_types import ForwardBatch, ModelRunner, MultimodalInputs
 from vlora_sgl.kernels.atmm import Pairs, Routing
 from vlora_sgl.routed.regroup import Routed, add_gates, device_tiles, host_groups, others, put
 from vlora_sgl.routed.router_tables import RoutedRows, RouterTables
 from vlora_sgl.routed.spec import MODALITIES, RoutedSpec
+from vlora_sgl.seams import Place, Places
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,11 @@ class TokenRouting:
         self._taken = np.concatenate([*taken, self._taken[:0]])
         return parts
 
-    def route(self, _: object, args: tuple[Any, ...], kwargs: JsonDict) -> None:
-        """Runs before the first decoder layer: ``layer(positions, hidden_states, forward_batch, residual)``."""
+    def route(self, x: torch.Tensor, forward_batch: ForwardBatch) -> None:
+        """Before the first decoder layer, decide by the input embeddings [T, hidden] which members apply where."""
         batch, tables = self._backend.batch_info, self._tables
         if batch is None:
             return
-        _, x, forward_batch, *_ = (*args, *kwargs.values())
         if not batch.in_graph:
             if self._parts:
                 batch.routing = self._routed(batch.routing, x, forward_batch)
@@ -171,3 +170,19 @@ def modalities_of(inputs: MultimodalInputs | None, start: int, length: int) -> n
         for first, last in item.offsets or ():
             kinds[max(first - start, 0) : max(last + 1 - start, 0)] = kind
     return kinds
+
+
+def token_routing(runner: ModelRunner) -> Places:
+    """What stands in the place of the first decoder layer's ``forward``."""
+    manager = getattr(runner, "lora_manager", None)
+    if manager is None or manager.token_routing is None:
+        return "no routed adapter can be loaded (--vlora-max-routed 0, or not --lora-backend atmm)"
+    layer, routing = manager.first_layer(), manager.token_routing
+    own = layer.forward
+
+    def forward(*args: object, **kwargs: object) -> Any:
+        _, x, forward_batch, *_ = (*args, *kwargs.values())
+        routing.route(x, forward_batch)
+        return own(*args, **kwargs)
+
+    return [Place(layer, "forward", forward)]

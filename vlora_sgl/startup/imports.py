@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl.platforms.cpu import has_accelerator
 
 # Optional to those who import them, and of no use to an engine on a plain CPU: kernels for CUDA and quantisation,
@@ -32,13 +32,10 @@ DISABLED_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
 def without_useless_packages() -> Iterator[None]:
     """While this lasts, packages of no use on a plain CPU look as if they were not installed."""
     hidden = [] if has_accelerator() else [name for name in USELESS_ON_CPU if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes an import fail, as documented
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in hidden:  # None makes an import fail, as documented
+            stack.enter_context(seams.swapped("sys.modules", sys.modules, name, None))
         yield
-    finally:
-        for name in hidden:
-            if sys.modules.get(name, name) is None:
-                del sys.modules[name]
 
 
 def disable_other_models(model_path: str) -> None:
@@ -77,11 +74,9 @@ def import_needed_processors(original: Callable[..., None], package_name: str, o
     def iter_modules(path: Iterable[str], prefix: str) -> list[pkgutil.ModuleInfo]:
         return [module for module in pkgutil.iter_modules(path, prefix) if module.ispkg or needed(module.name)]
 
-    _sgl.multimodal_processor.pkgutil = SimpleNamespace(iter_modules=iter_modules)
-    try:
+    needed_modules = SimpleNamespace(iter_modules=iter_modules)
+    with seams.swapped("multimodal_processor.pkgutil", _sgl.multimodal_processor, "pkgutil", needed_modules):
         original(package_name, overwrite)
-    finally:
-        _sgl.multimodal_processor.pkgutil = pkgutil
 
 
 def model_path_of(argv: Sequence[str]) -> str:

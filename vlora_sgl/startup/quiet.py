@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import warnings
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
+from vlora_sgl.seams import Place
 
 # Logger -> beginnings of the messages that say nothing about the user's own set-up.
 NOISE: dict[str, tuple[str, ...]] = {
@@ -20,8 +21,8 @@ NOISE: dict[str, tuple[str, ...]] = {
 
 def silence() -> None:
     """Drop the known noise in this process. Call before SGLang's import."""
-    for name, beginnings in NOISE.items():
-        logging.getLogger(name).addFilter(_Dropped(beginnings))
+    places = [Place(logging.getLogger(name).filters, None, _Dropped(start)) for name, start in NOISE.items()]
+    seams.place("logging.Filterer.filters", places)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\..*")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.stand_in import passing_for
 from vlora_sgl import _sgl
 from vlora_sgl.model_executor.fast_paths import decode_layers
 from vlora_sgl.model_executor.fast_paths.decode_layers import (
@@ -78,7 +79,7 @@ def test_sglang_calls_what_is_replaced_and_has_no_option_unknown_to_us() -> None
 
 def rotary(**changes: Any) -> Any:
     """SGLang's module of positions with three axes, by name."""
-    made: Any = type("MRotaryEmbedding", (SimpleNamespace,), {})(
+    made: Any = passing_for("MRotaryEmbedding", SimpleNamespace)(
         mrope_section=[8, 12, 12],
         is_neox_style=True,
         mrope_interleaved=False,

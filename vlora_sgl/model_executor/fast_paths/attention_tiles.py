@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from vlora_sgl import _sgl
-from vlora_sgl.kernels.devices import on_hopper
+from vlora_sgl.model_executor.fast_paths import unmeasured
+from vlora_sgl.seams import Place, Places
 
 WIDEST = 128
 """Head width up to which SGLang takes ``THEIRS``: wider heads have smaller tiles already."""
@@ -45,8 +46,7 @@ class Retiled:
         return launch
 
 
-def install() -> None:
-    """Have every attention of this process take the tile, if its GPU is one that it was measured on."""
-    if on_hopper():
-        name = _sgl.NAMES["extend_attention_kernel"].partition(":")[2]
-        setattr(_sgl.extend_attention, name, Retiled(_sgl.extend_attention_kernel))
+def tiles(_: Any) -> Places:
+    """What has every attention of this process take the tile."""
+    name = _sgl.NAMES["extend_attention_kernel"].partition(":")[2]
+    return unmeasured() or [Place(_sgl.extend_attention, name, Retiled(_sgl.extend_attention_kernel))]

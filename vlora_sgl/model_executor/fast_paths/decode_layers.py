@@ -18,9 +18,11 @@ import torch
 from vlora_sgl import _sgl
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 from vlora_sgl.kernels.decode_attention import MAX_GROUP, WIDTHS, decode_attention
-from vlora_sgl.kernels.devices import ARRIVALS, on_hopper
+from vlora_sgl.kernels.devices import ARRIVALS
 from vlora_sgl.kernels.norm import add_rms_norm_
 from vlora_sgl.kernels.rotary import rotate_and_store
+from vlora_sgl.model_executor.fast_paths import unmeasured
+from vlora_sgl.seams import Place, Places
 
 PLAIN = {
     "logit_cap": 0.0,
@@ -153,7 +155,7 @@ def can_rotate(layer: Any, pool: Any, dtype: torch.dtype) -> bool:
     positions whose three axes have columns of their own."""
     rotary = layer.rotary_emb
     return (
-        type(rotary).__name__ == "MRotaryEmbedding"
+        _sgl.is_a(rotary, "MRotaryEmbedding")
         and bool(rotary.mrope_section)
         and rotary.is_neox_style
         and not (rotary.mrope_interleaved or rotary.mrope_interleaved_glm)
@@ -166,19 +168,40 @@ def can_rotate(layer: Any, pool: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def install(runner: Any) -> None:
-    """Put them in the place of a model runner's layers, if its GPU is one that they were measured on."""
+def refusal(runner: Any) -> str | None:
+    """Why a model runner's decoding steps are left to SGLang's kernels; ``None`` if they are not."""
     backend = runner.attn_backend
-    exact = runner.server_args.enable_deterministic_inference
-    if not on_hopper() or exact or type(backend) is not _sgl.TritonAttnBackend or backend.dcp_size > 1:
-        return
-    backend.decode_attention_fwd = Attention(backend.decode_attention_fwd)
+    if (why := unmeasured()) is not None:
+        return why
+    if runner.server_args.enable_deterministic_inference:
+        return "--enable-deterministic-inference"
+    if not _sgl.is_a(backend, "TritonAttnBackend"):
+        return f"its attention backend is {type(backend).__name__}"
+    return "decode context parallelism" if backend.dcp_size > 1 else None
+
+
+def attention(runner: Any) -> Places:
+    """What stands in the place of the attention kernels of a decoding step."""
+    backend = runner.attn_backend
+    return refusal(runner) or [Place(backend, "decode_attention_fwd", Attention(backend.decode_attention_fwd))]
+
+
+def norms(runner: Any) -> Places:
+    """What stands in the place of a model runner's norms."""
+    layers = [layer for layer in runner.model.modules() if type(layer) is _sgl.RMSNorm]
+    return refusal(runner) or [
+        Place(layer, "forward", Norm(layer)) for layer in layers if can_norm(layer, runner.dtype)
+    ]
+
+
+def rotations(runner: Any) -> Places:
+    """What stands in the place of a model runner's attention layers."""
+    if (why := refusal(runner)) is not None:
+        return why
     pool = runner.token_to_kv_pool
-    for layer in runner.model.modules():
-        if type(layer) is _sgl.RMSNorm and can_norm(layer, runner.dtype):
-            layer.forward = Norm(layer)
-        if type(layer).__name__ == "Qwen2Attention" and can_rotate(layer, pool, runner.dtype):
-            rotary = layer.rotary_emb
-            # As SGLang does at a first forward: a graph would keep the address of what that replaces.
-            rotary.cos_sin_cache = rotary.cos_sin_cache.to(device=pool.device, dtype=runner.dtype)
-            layer.forward = Rotation(layer, pool)
+    layers = [layer for layer in runner.model.modules() if _sgl.is_a(layer, "Qwen2Attention")]
+    layers = [layer for layer in layers if can_rotate(layer, pool, runner.dtype)]
+    for layer in layers:
+        # As SGLang does at a first forward: a graph would keep the address of what that replaces.
+        layer.rotary_emb._match_cos_sin_cache_dtype(torch.empty(0, device=pool.device, dtype=runner.dtype))
+    return [Place(layer, "forward", Rotation(layer, pool)) for layer in layers]

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
+from vlora_sgl.model_executor.fast_paths import switched_off
 
 MAX_TOKENS = 512
 """Of a prefill whose attention is captured; the device takes longer for more than the host for its launches."""
@@ -98,11 +99,10 @@ class CapturedAttention:
 
         def whole() -> Any:
             token = _sgl.breakable_capture.set(None)  # what stops a capture asks for it
-            self.backend.forward = attend_on_zeros
             try:
-                return forward()
+                with seams.swapped("TritonAttnBackend.forward", self.backend, "forward", attend_on_zeros):
+                    return forward()
             finally:
-                del self.backend.forward
                 _sgl.breakable_capture.reset(token)
 
         return whole
@@ -110,12 +110,18 @@ class CapturedAttention:
 
 def captured_attention(runner: Any) -> CapturedAttention | None:
     """For a model runner whose attention can be captured; ``None`` for other backends and kinds of attention."""
-    backend = runner.attn_backend
-    plain = type(backend) is _sgl.TritonAttnBackend and not (
+    backend, why = runner.attn_backend, switched_off()
+    if not _sgl.is_a(backend, "TritonAttnBackend"):
+        why = why or f"its attention backend is {type(backend).__name__}"
+    elif (
         backend.enable_deterministic
         or backend.dcp_size > 1
         or backend.use_sliding_window_kv_pool
         or (backend.sliding_window_size or 0) > 0
         or backend._translate_kv_loc is not None
-    )
-    return CapturedAttention(backend, runner.device) if plain else None
+    ):
+        why = why or "its attention is deterministic, windowed or of several ranks"
+    if why is not None:
+        seams.record("TritonAttnBackend.forward", why)
+        return None
+    return CapturedAttention(backend, runner.device)
