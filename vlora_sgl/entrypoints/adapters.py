@@ -6,7 +6,8 @@ streaming ``/generate`` refuses an unknown adapter with a status instead of an e
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -16,7 +17,8 @@ from vlora_sgl import _sgl, seams
 from vlora_sgl.core import JsonDict
 from vlora_sgl.seams import Place
 
-admin = _sgl.auth_level(_sgl.AuthLevel.ADMIN_OPTIONAL)
+Handler = TypeVar("Handler", bound=Callable[..., object])
+admin: Callable[[Handler], Handler] = _sgl.auth_level(_sgl.AuthLevel.ADMIN_OPTIONAL)
 
 
 class ReloadRequest(BaseModel):

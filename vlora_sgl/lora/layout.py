@@ -190,7 +190,7 @@ def empty_model(config: PretrainedConfig) -> nn.Module:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     with torch.device("meta"):
         return auto.from_config(config)
 

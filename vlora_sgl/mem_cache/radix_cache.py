@@ -152,7 +152,7 @@ class VLoraRadixCache(_sgl.RadixCache):
 
     def identify(
         self,
-        token_ids: array,
+        token_ids: array[int],
         salt: str | None,
         adapter: AdapterContent | None,
         images: tuple[ImageSpan, ...] = (),
@@ -225,7 +225,7 @@ class VLoraRadixCache(_sgl.RadixCache):
         upper.creator = getattr(child, "creator", 0)
         return upper
 
-    def matched_length(self, token_ids: array, identity: CacheIdentity) -> int:
+    def matched_length(self, token_ids: array[int], identity: CacheIdentity) -> int:
         """How many of a request's tokens are in the cache."""
         key = _sgl.RadixKey(token_ids)
         with self.keys_of(identity):
