@@ -8,8 +8,8 @@ and no more; ``_sgl.NAMES`` says where SGLang keeps its class, and a contract te
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vlora_sgl.core import AdapterId, InferenceMode, JsonDict
 from vlora_sgl.request import RequestState
@@ -114,7 +114,7 @@ class MultimodalDataItem(Protocol):
     @property
     def modality(self) -> Modality: ...
     def is_image(self) -> bool: ...
-    def set_pad_value(self) -> None: ...
+    def set_pad_value(self) -> object: ...
 
 
 class MultimodalInputs(Protocol):
@@ -216,6 +216,7 @@ class ServerArgs(Protocol):
     model_path: str
     served_model_name: str
     tp_size: int
+    dp_size: int
     attn_cp_size: int
     enable_lora: bool
     lora_paths: list[LoRARef] | None
@@ -225,8 +226,21 @@ class ServerArgs(Protocol):
     disable_cuda_graph: bool
     enable_deterministic_inference: bool
     cuda_graph_backend_prefill: str | None
+    cuda_graph_config: CudaGraphConfig
 
     def url(self) -> str: ...
+
+
+class CudaGraphConfig(Protocol):
+    """``model_executor/cuda_graph_config``: which graphs are captured."""
+
+    prefill: PhaseConfig
+
+
+class PhaseConfig(Protocol):
+    """``model_executor/cuda_graph_config``: of prefills, or of decoding."""
+
+    backend: str
 
 
 class ModelRunner(Protocol):
@@ -236,9 +250,129 @@ class ModelRunner(Protocol):
     model: torch.nn.Module
     device: str
     dtype: torch.dtype
-    attn_backend: object
+    attn_backend: Any  # one of many
     use_mla_backend: bool
-    token_to_kv_pool: object
+    token_to_kv_pool: MHATokenToKVPool
+
+
+# Layers, whose forwards our fast paths take
+
+
+class MHATokenToKVPool(Protocol):
+    """``mem_cache/memory_pool``: keys and values [slots, heads, width], layer by layer."""
+
+    dtype: torch.dtype
+    store_dtype: torch.dtype
+    device: str
+    kv_cache_layout: str
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class MRotaryEmbedding(Protocol):
+    """``layers/rotary_embedding/mrope``: rotary positions with three axes."""
+
+    cos_sin_cache: torch.Tensor
+    rotary_dim: int
+    is_neox_style: bool
+    mrope_section: Any  # three sizes, in a list
+    mrope_interleaved: bool
+    mrope_interleaved_glm: bool
+
+    def _match_cos_sin_cache_dtype(self, query: torch.Tensor) -> None: ...
+
+
+class RadixAttention(Protocol):
+    """``layers/radix_attention``: attention over the KV cache."""
+
+    layer_id: int
+    k_scale: object
+
+    @property
+    def forward(self) -> Callable[..., torch.Tensor]: ...
+    @property
+    def __call__(self) -> Callable[..., torch.Tensor]: ...
+
+
+class Qwen2Attention(Protocol):
+    """``models/qwen2``: an attention layer."""
+
+    q_size: int
+    kv_size: int
+    head_dim: int
+    qkv_proj: Callable[[torch.Tensor], tuple[torch.Tensor, object]]
+    o_proj: Callable[[torch.Tensor], tuple[torch.Tensor, object]]
+    rotary_emb: MRotaryEmbedding
+    attn: RadixAttention
+
+    @property
+    def forward(self) -> Callable[..., torch.Tensor]: ...
+
+
+class RMSNorm(Protocol):
+    """``layers/layernorm``: a norm."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
+    has_weight: bool
+    variance_size_override: int | None
+    cast_x_before_out_mul: bool
+    fp32_residual: bool
+
+    @property
+    def forward(self) -> Callable[..., object]: ...
+
+
+class VisionAttention(Protocol):
+    """``layers/attention/vision``: attention of an image encoder."""
+
+    head_size: int
+    num_attention_heads_per_partition: int
+    softmax_scale: float | None
+    qkv_backend_name: str
+    qkv_proj: Callable[[torch.Tensor], tuple[torch.Tensor, object]]
+    proj: Callable[[torch.Tensor], tuple[torch.Tensor, object]]
+
+
+class Qwen2_5_VisionBlock(Protocol):
+    """``models/qwen2_5_vl``: a block of the image encoder."""
+
+    attn: VisionAttention
+
+    @property
+    def forward(self) -> Callable[..., torch.Tensor]: ...
+    @property
+    def __call__(self) -> Callable[..., torch.Tensor]: ...
+
+
+class Qwen2_5_VisionTransformer(Protocol):
+    """``models/qwen2_5_vl``: the image encoder."""
+
+    blocks: Sequence[Qwen2_5_VisionBlock]
+    patch_embed: Callable[[torch.Tensor], torch.Tensor]
+    merger: Callable[[torch.Tensor], torch.Tensor]
+    spatial_merge_unit: int
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def forward(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]: ...
+    def get_window_index(self, grid_thw: torch.Tensor) -> tuple[torch.Tensor, object]: ...
+
+
+class TritonAttnBackend(Protocol):
+    """``layers/attention/triton_backend``: attention by Triton kernels. Its metadata are the latest batch's."""
+
+    decode_attention_fwd: Callable[..., None]
+    forward_metadata: Any  # a dataclass, copied with other tables
+    dcp_size: int
+    enable_deterministic: bool
+    use_sliding_window_kv_pool: bool
+    sliding_window_size: int | None
+    _translate_kv_loc: object
+    forward: Callable[..., torch.Tensor]
 
 
 # Adapters in the engine
@@ -266,9 +400,9 @@ class LoRAAdapter(Protocol):
     scaling: float
     layers: Sequence[LoRALayer]
     embedding_layers: MutableMapping[str, torch.Tensor]
-    added_tokens_embeddings: Mapping[str, torch.Tensor]
-    packed: object
-    report: object
+    added_tokens_embeddings: MutableMapping[str, torch.Tensor]
+    packed: Any
+    report: Any
 
     def pin_weights_in_cpu(self) -> None: ...
 

@@ -58,7 +58,7 @@ class RequestParams:
     trace: bool = False
 
     @classmethod
-    def from_custom_params(cls, given: Mapping[str, Any] | None) -> RequestParams:
+    def from_custom_params(cls, given: JsonDict | None) -> RequestParams:
         """Read our keys; others are somebody else's.
 
         Raises:
@@ -85,7 +85,7 @@ class RequestParams:
             bool(trace),
         )
 
-    def to_custom_params(self) -> dict[str, Any]:
+    def to_custom_params(self) -> JsonDict:
         """What ``from_custom_params`` reads; a key for each thing asked."""
         asked = {
             "vlora_head": self.head,
@@ -107,7 +107,7 @@ class RequestParams:
             sampling.get("custom_params") if json else getattr(sampling, "custom_params", None)
         )
 
-    def added_to(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    def added_to(self, sampling: JsonDict) -> JsonDict:
         """Sampling parameters (or a chat request, which has theirs at its top) that ask for this too."""
         return {**sampling, "custom_params": {**(sampling.get("custom_params") or {}), **self.to_custom_params()}}
 
@@ -115,7 +115,7 @@ class RequestParams:
 _NOTHING_ASKED = RequestParams()
 
 
-def _is_positive(number: Any) -> bool:
+def _is_positive(number: object) -> bool:
     return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < float("inf")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
+from vlora_sgl._sgl_types import ServerArgs
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.lora.exported import adapter_options
 from vlora_sgl.managers.policies import policy_class
@@ -14,7 +15,7 @@ from vlora_sgl.server_args import VLoraArgs
 from vlora_sgl.startup import imports
 
 # Everywhere: models that see are what this package is for; a start prints what a user needs.
-COMMON_DEFAULTS: dict[str, Any] = {
+COMMON_DEFAULTS: JsonDict = {
     "enable_multimodal": True,
     "radix_cache_backend": "vlora",
     "lora_backend": "atmm",
@@ -23,9 +24,9 @@ COMMON_DEFAULTS: dict[str, Any] = {
 # Tokens of the prefills that are kept as graphs. Up to 512 a prefill reads weights, whatever its size; beyond, steps
 # of 64 and 128 compute at most an eighth for nothing. From 2,048 the host is ahead of the device anyway.
 PREFILL_GRAPHS = [4, 8, 16, 32, 64, 96, *range(128, 1280, 64), *range(1280, 2049, 128)]
-GPU_DEFAULTS: dict[str, Any] = {"cuda_graph_bs_prefill": PREFILL_GRAPHS}
+GPU_DEFAULTS: JsonDict = {"cuda_graph_bs_prefill": PREFILL_GRAPHS}
 # On a plain CPU SGLang's own defaults ask for kernels that are not there, or for CUDA.
-CPU_DEFAULTS: dict[str, Any] = {
+CPU_DEFAULTS: JsonDict = {
     "device": "cpu",
     "dtype": "float32",
     "attention_backend": "torch_native",
@@ -42,7 +43,7 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
-def engine_defaults(model: str = "", adapters_given: bool = False, slot_ranks: Sequence[int] = ()) -> dict[str, Any]:
+def engine_defaults(model: str = "", adapters_given: bool = False, slot_ranks: Sequence[int] = ()) -> JsonDict:
     """Defaults for this machine and this model, by ``ServerArgs`` field; an exported model comes with its adapters."""
     adapters = adapter_options(model, adapters_given)
     if slot_ranks:  # one slot more is the base model's
@@ -61,7 +62,7 @@ def command_line_defaults(argv: Sequence[str], slot_ranks: Sequence[int] = ()) -
     return flags
 
 
-def settle(server_args: Any) -> Any:
+def settle(server_args: ServerArgs) -> ServerArgs:
     """Defaults that other settings decide; returns ``server_args``.
 
     Prefills of several tensor-parallel ranks run eagerly unless asked for: their graphs have not been tried.
@@ -72,7 +73,7 @@ def settle(server_args: Any) -> Any:
 
 
 # What we refuse, by the ServerArgs field, the value that is fine, and why.
-UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
+UNSUPPORTED: tuple[tuple[str, object, str], ...] = (
     ("pp_size", 1, "pipeline parallelism: its ranks do not see one plan"),
     ("disaggregation_mode", "null", "prefill/decode disaggregation: its loops bypass the mode switch"),
     ("tokenizer_worker_num", 1, "several tokenizer workers: SGLang starts them without plugins"),
@@ -81,7 +82,7 @@ UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def refuse_unsupported(server_args: Any) -> None:
+def refuse_unsupported(server_args: ServerArgs) -> None:
     """Refuse, by name, the SGLang settings that would bypass us, and a policy that cannot be imported.
 
     Raises:

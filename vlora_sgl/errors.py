@@ -17,6 +17,7 @@ VLoraError                      anything of ours; catch this to catch all
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 
 class VLoraError(Exception):
@@ -90,6 +91,18 @@ class MissingDependencyError(VLoraError, ImportError):
         super().__init__(f"{purpose} needs the package {package!r}: pip install {package}", name=package)
 
 
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where in a user's program a statement stands."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} (in {self.function})"
+
+
 class ProgramError(VLoraError, RuntimeError):
     """A statement of a program failed.
 
@@ -98,12 +111,12 @@ class ProgramError(VLoraError, RuntimeError):
         location: the statement's file, line and function, or None where no single statement is at fault.
     """
 
-    def __init__(self, reason: str, location: object = None) -> None:
+    def __init__(self, reason: str, location: Location | None = None) -> None:
         super().__init__(reason, location)
         self.reason = reason
         self.location = location
 
-    def locate(self, location: object) -> None:
+    def locate(self, location: Location) -> None:
         """Say where, unless that is known already."""
         if self.location is None:
             self.location = location

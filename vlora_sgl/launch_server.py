@@ -9,15 +9,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
+from vlora_sgl._sgl_types import ServerArgs
 from vlora_sgl.errors import VLoraError
 from vlora_sgl.platforms.cpu import has_accelerator
 from vlora_sgl.server_args import VLoraArgs, split_argv
 from vlora_sgl.startup import imports, processes
 
 
-def prepare(argv: Sequence[str]) -> Any:
+def prepare(argv: Sequence[str]) -> ServerArgs:
     """Turn a command line into SGLang's ``ServerArgs``, with our settings handed to all processes.
 
     Raises:
@@ -50,7 +50,7 @@ def print_help() -> None:
     parser.print_help()
 
 
-def announce(server_args: Any) -> None:
+def announce(server_args: ServerArgs) -> None:
     """Say, in one line, that requests are welcome, and where."""
     names = ", ".join(ref.lora_name for ref in server_args.lora_paths or ())
     adapters = f"adapters: {names}" if names else "no adapters yet"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from vlora_sgl.core import InferenceMode
+from vlora_sgl.core import InferenceMode, JsonDict
 from vlora_sgl.errors import ConfigError
 
 ENVIRONMENT_VARIABLE = "VLORA_SGL_ARGS"
@@ -25,7 +25,7 @@ SLOT_UNIT = 16
 aligned."""
 
 
-def _flag(default: Any, help: str, **options: Any) -> Any:
+def _flag(default: object, help: str, **options: object) -> Any:
     return field(default=default, metadata={"help": help, **options})
 
 
@@ -185,7 +185,7 @@ def changed_while_serving(args: VLoraArgs, changes: Mapping[str, float]) -> VLor
     Raises:
         ConfigError: another key, or a value that the setting does not take.
     """
-    new: dict[str, Any] = {}
+    new: JsonDict = {}
     for key, value in changes.items():
         name, _, choice = key.removeprefix("vlora_").partition(":")
         if (name in ("policy", "mode")) != bool(choice) or name not in ("policy", "mode", "theta", "wait_bound"):
@@ -199,7 +199,7 @@ def changed_while_serving(args: VLoraArgs, changes: Mapping[str, float]) -> VLor
     return dataclasses.replace(args, **new)
 
 
-def option_string(item: dataclasses.Field[Any]) -> str:
+def option_string(item: dataclasses.Field[object]) -> str:
     """The command-line flag of a field."""
     return "--vlora-" + item.name.replace("_", "-")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks.campaign import JOBS, Campaign, Job, main
 from benchmarks.summary import read
 
@@ -39,7 +41,7 @@ def test_lanes_quiet_jobs_limits_and_figures(tmp_path: Path) -> None:
     assert late.results == {"left": "left out: no time"}
 
 
-def test_every_job_names_a_benchmark_that_takes_its_flags(capsys) -> None:
+def test_every_job_names_a_benchmark_that_takes_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
     import importlib.util
 
     assert main(["--list"]) == 0

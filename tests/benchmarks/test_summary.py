@@ -1,11 +1,12 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks import summary
 
 
-def test_newest_row_of_a_name_wins_and_old_rows_stay(tmp_path, capsys):
+def test_newest_row_of_a_name_wins_and_old_rows_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "summary.json"
     summary.record("a.time", 2.0, "ms", False, summary=path, command="run a")
     summary.record("b.ratio", 1.5, "ratio", True, summary=path)
@@ -20,18 +21,18 @@ def test_newest_row_of_a_name_wins_and_old_rows_stay(tmp_path, capsys):
     assert "| `a.time` | 1.25 | ms | lower |" in capsys.readouterr().out
 
 
-def test_merge_appends_each_row_once(tmp_path):
+def test_merge_appends_each_row_once(tmp_path: Path) -> None:
     here, there = tmp_path / "here.json", tmp_path / "there.json"
     summary.record("x", 1, "ratio", True, summary=there)
     assert (summary.merge(there, here), summary.merge(there, here)) == (1, 0)
 
 
-def test_record_refuses_a_value_that_is_not_a_number(tmp_path):
+def test_record_refuses_a_value_that_is_not_a_number(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         summary.record("x", "fast", "ms", False, summary=tmp_path / "s.json")
 
 
-def test_a_command_names_no_file_outside_the_repository(monkeypatch):
+def test_a_command_names_no_file_outside_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = str(summary.ROOT / "benchmarks" / "results" / "x.json")
     rest = [
         "--tiny",

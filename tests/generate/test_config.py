@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -46,7 +47,7 @@ datasets:
 """
 
 
-def test_a_good_configuration(tmp_path):
+def test_a_good_configuration(tmp_path: Path) -> None:
     rows(tmp_path / "pets.jsonl", *["cat", "dog"] * 8)
     rows(tmp_path / "cars.jsonl", *["0", "1"] * 10, question=None)
     config = read_config(write(tmp_path / "c.yaml", GOOD))
@@ -65,7 +66,7 @@ def test_a_good_configuration(tmp_path):
     assert [e.images for e in load_datasets(config)[0].splits["test"]] == [e.images for e in pets.splits["test"]]
 
 
-def test_every_fault_of_the_file_is_named_at_once_with_its_line(tmp_path):
+def test_every_fault_of_the_file_is_named_at_once_with_its_line(tmp_path: Path) -> None:
     rows(tmp_path / "pets.jsonl", "cat")
     text = """\
 base: tiny
@@ -112,14 +113,16 @@ datasets:
     assert any("c.yaml:13: the name 'pets' is taken at" in fault for fault in faults)
 
 
-def test_text_that_is_no_yaml_and_a_file_that_is_not_there(tmp_path):
+def test_text_that_is_no_yaml_and_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"c\.yaml:3: not YAML"):
         read_config(write(tmp_path / "c.yaml", "base: tiny\noutput: [\n- : :"))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path / "gone.yaml")
 
 
-def test_every_fault_of_file_and_data_is_named_at_once_before_any_training(tmp_path, capsys):
+def test_every_fault_of_file_and_data_is_named_at_once_before_any_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A missing image, labels outside the set, empty splits, broken rows and a floor above 1, in one message."""
     path = rows(tmp_path / "pets.jsonl", "cat", "dog", "bird", "cat")
     path.write_text(path.read_text() + '{"image": "gone.png", "question": "q", "answer": "cat"}\nnot json\n{}\n')
@@ -156,7 +159,7 @@ datasets:
     assert not (tmp_path / "out").exists(), "nothing was started"
 
 
-def test_heads_are_refused_where_none_can_answer(tmp_path):
+def test_heads_are_refused_where_none_can_answer(tmp_path: Path) -> None:
     rows(tmp_path / "a.jsonl", *["1", "two"] * 10)
     text = """\
 base: tiny
@@ -172,7 +175,7 @@ datasets:
         read_config(write(tmp_path / "c.yaml", text.replace("counting", "captioning")))
 
 
-def test_an_ordinary_run_of_the_command_checks_only(tmp_path, capsys):
+def test_an_ordinary_run_of_the_command_checks_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows(tmp_path / "pets.jsonl", *["cat", "dog"] * 8)
     rows(tmp_path / "cars.jsonl", *["0", "1"] * 10, question=None)
     assert main([str(write(tmp_path / "c.yaml", GOOD)), "--check"]) == 0
@@ -189,7 +192,7 @@ def test_an_ordinary_run_of_the_command_checks_only(tmp_path, capsys):
         ("high", "confidence must be a float, got 'high'"),
     ],
 )
-def test_confidence_is_checked(tmp_path, value, fault):
+def test_confidence_is_checked(tmp_path: Path, value: str, fault: str | None) -> None:
     rows(tmp_path / "pets.jsonl", "cat")
     rows(tmp_path / "cars.jsonl", "0")
     path = write(tmp_path / "c.yaml", f"confidence: {value}\n{GOOD}")
@@ -202,14 +205,14 @@ def test_confidence_is_checked(tmp_path, value, fault):
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/generate-*.yaml")), ids=lambda path: path.stem)
-def test_the_examples_lack_nothing_but_their_data(path):
+def test_the_examples_lack_nothing_but_their_data(path: Any) -> None:
     try:
         read_config(path)
     except ConfigError as error:
         assert all("no such" in fault for fault in str(error).splitlines()), error
 
 
-def test_floors_confidence_and_orders_do_not_change_what_a_training_gives(tmp_path):
+def test_floors_confidence_and_orders_do_not_change_what_a_training_gives(tmp_path: Path) -> None:
     rows(tmp_path / "pets.jsonl", *["cat", "dog"] * 8)
     rows(tmp_path / "cars.jsonl", *["0", "1"] * 10, question=None)
     digest = read_config(write(tmp_path / "c.yaml", GOOD)).digest

@@ -26,7 +26,9 @@ def pixels(paths: list[Path]) -> set[bytes]:
     return {np.asarray(Image.open(path)).tobytes() for path in paths}
 
 
-def test_no_digit_of_validation_or_test_is_among_the_images_to_label(maker, tmp_path, monkeypatch):
+def test_no_digit_of_validation_or_test_is_among_the_images_to_label(
+    maker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from digit_teacher import OWN_DIGITS, digits
 
     monkeypatch.setattr(maker, "VARIANTS", 1)
@@ -43,7 +45,7 @@ def test_no_digit_of_validation_or_test_is_among_the_images_to_label(maker, tmp_
     assert len(splits["images"]) > OWN_DIGITS, "the teacher learnt from the first ones, and from no other"
 
 
-def test_the_teacher_reads_pictures_that_are_moved_a_little(maker):
+def test_the_teacher_reads_pictures_that_are_moved_a_little(maker: ModuleType) -> None:
     from digit_teacher import OWN_DIGITS, digits, read_digits
 
     arrays, shown = (part[OWN_DIGITS : OWN_DIGITS + 400] for part in digits())
@@ -61,7 +63,7 @@ def pixels_of(pictures: list[Image.Image]) -> set[bytes]:
     return {picture.tobytes() for picture in pictures}
 
 
-def test_tiles_of_a_split_are_in_no_other(maker):
+def test_tiles_of_a_split_are_in_no_other(maker: ModuleType) -> None:
     pytest.importorskip("skimage")
     from tools.tiny import domains
 

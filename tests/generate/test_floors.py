@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from statistics import NormalDist
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +29,7 @@ def wilson(accuracy: float, n: int, confidence: float) -> float:
     return (centre - spread) / (1 + z * z / n)
 
 
-def test_values_worked_out_by_hand():
+def test_values_worked_out_by_hand() -> None:
     assert bar(0.8, 100, 0.95) == pytest.approx(0.8 + 1.644854 * 0.04)
     assert bar(0.5, 25, 0.975) == pytest.approx(0.5 + 1.959964 * 0.1)
     assert bar(1.0, 3, 0.99) == 1.0
@@ -37,7 +38,9 @@ def test_values_worked_out_by_hand():
 
 
 @given(FLOORS, COUNTS, CONFIDENCES, st.floats(0, 1))
-def test_an_accuracy_passes_where_wilsons_lower_bound_reaches_the_floor(floor, n, confidence, share):
+def test_an_accuracy_passes_where_wilsons_lower_bound_reaches_the_floor(
+    floor: Any, n: Any, confidence: Any, share: Any
+) -> None:
     accuracy = round(share * n) / n
     bound, least = wilson(accuracy, n, confidence), bar(floor, n, confidence)
     if abs(bound - floor) > 1e-9:
@@ -45,14 +48,16 @@ def test_an_accuracy_passes_where_wilsons_lower_bound_reaches_the_floor(floor, n
 
 
 @given(FLOORS, COUNTS, CONFIDENCES)
-def test_it_needs_less_with_more_examples_and_nothing_extra_by_the_floor_itself(floor, n, confidence):
+def test_it_needs_less_with_more_examples_and_nothing_extra_by_the_floor_itself(
+    floor: Any, n: Any, confidence: Any
+) -> None:
     assert bar(floor, n, 0.5) == floor
     assert floor <= bar(floor, n + 1, confidence) <= bar(floor, n, confidence)
     assert bar(floor, n, confidence) <= bar(floor, n, min(0.9995, confidence + 0.0005))
 
 
 @given(FLOORS, CONFIDENCES)
-def test_the_fewest_examples_that_can_show_a_floor(floor, confidence):
+def test_the_fewest_examples_that_can_show_a_floor(floor: Any, confidence: Any) -> None:
     needed = examples_needed(floor, confidence)
     assert bar(floor, needed, confidence) <= 1 + 1e-9
     assert needed == 1 or bar(floor, needed - 1, confidence) > 1
@@ -60,7 +65,9 @@ def test_the_fewest_examples_that_can_show_a_floor(floor, confidence):
 
 @pytest.mark.parametrize(("floor", "n"), [(0.7, 52), (0.8, 90), (0.5, 47), (0.9, 300)])
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
-def test_an_adapter_below_its_floor_passes_no_more_often_than_the_confidence_says(floor, n, confidence):
+def test_an_adapter_below_its_floor_passes_no_more_often_than_the_confidence_says(
+    floor: float, n: int, confidence: float
+) -> None:
     """Exact binomial tails just below the floor; the normal approximation may miss by some of a step of 1 / n."""
     least = bar(floor, n, confidence)
     tail = sum(
@@ -88,7 +95,7 @@ class Sampled:
 
 
 @pytest.mark.parametrize("kind", ["conflicts", "mixed", "forgetful"])
-def test_floors_break_on_the_truth_by_chance_without_a_margin_and_rarely_with_one(kind):
+def test_floors_break_on_the_truth_by_chance_without_a_margin_and_rarely_with_one(kind: str) -> None:
     """Floors 0.02 to 0.2 below what each data set can alone, known from 150 examples each."""
     broken, adapters, kept = {0.5: 0, 0.95: 0}, {0.5: 0, 0.95: 0}, 0
     for seed in range(120):
@@ -107,7 +114,7 @@ def test_floors_break_on_the_truth_by_chance_without_a_margin_and_rarely_with_on
     assert adapters[0.95] >= adapters[0.5], "certainty costs adapters"
 
 
-def test_a_fusion_that_only_seems_to_hold_is_rolled_back():
+def test_a_fusion_that_only_seems_to_hold_is_rolled_back() -> None:
     """b beside a reads 0.82 of a floor of 0.8: enough by itself, not with what 100 examples leave open."""
 
     class Two:

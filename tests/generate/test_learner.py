@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ datasets:
 def write_colours(folder: Path, names: tuple[str, ...], question: str) -> None:
     rng = random.Random(folder.name)
 
-    def row(i: int):
+    def row(i: int) -> Any:
         name = names[i % len(names)]
         shade = tuple(min(255, max(0, c + rng.randint(-20, 20))) for c in COLOURS[name])
         return [Image.new("RGB", (56, 56), shade)], question, name
@@ -57,17 +58,17 @@ def write_colours(folder: Path, names: tuple[str, ...], question: str) -> None:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def base(request, tmp_path_factory) -> Path:
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(request.param, tmp_path_factory.mktemp("models") / request.param)
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory) -> Path:
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("qwen2_5_vl", tmp_path_factory.mktemp("models") / "qwen")
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path: Path) -> Path:
     write_colours(tmp_path / "warm", ("red", "green"), "What colour is this?")
     write_colours(tmp_path / "cold", ("blue", "green"), "What colour is this?")
     return tmp_path
@@ -79,7 +80,7 @@ def config(folder: Path, base: Path, steps: int = 30, floor: float = 0.6, heads:
     return path
 
 
-def test_every_family_learns_and_goes_on_from_a_kept_state(folder, base):
+def test_every_family_learns_and_goes_on_from_a_kept_state(folder: Path, base: Path) -> None:
     run, datasets = load_run(config(folder, base))
     learner = Learner(run, datasets)
     assert learner.measure_base("warm", "test") == 0.0
@@ -101,7 +102,7 @@ def test_every_family_learns_and_goes_on_from_a_kept_state(folder, base):
     assert [a == e.answer for a, e in zip(said, examples, strict=True)] == hits
 
 
-def test_a_fused_head_answers_for_all_its_data_sets_and_grows(folder, qwen):
+def test_a_fused_head_answers_for_all_its_data_sets_and_grows(folder: Path, qwen: Path) -> None:
     run, datasets = load_run(config(folder, qwen, heads="true", steps=40))
     learner = Learner(run, datasets)
     learner.fuse(("warm",))
@@ -114,7 +115,7 @@ def test_a_fused_head_answers_for_all_its_data_sets_and_grows(folder, qwen):
     assert learner.measure(("warm", "cold"), "validation") == pytest.approx(accuracy, abs=0.13)
 
 
-def test_a_whole_run_from_the_command_line(folder, qwen, capsys):
+def test_a_whole_run_from_the_command_line(folder: Path, qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(folder, qwen)
     code = main([str(path)])
     report = json.loads((folder / "out/report.json").read_text())
@@ -145,7 +146,7 @@ def test_a_whole_run_from_the_command_line(folder, qwen, capsys):
     assert main([str(path)]) == 2 and "another configuration" in capsys.readouterr().err
 
 
-def test_a_killed_training_resumes_and_ends_as_an_unbroken_one(folder, qwen):
+def test_a_killed_training_resumes_and_ends_as_an_unbroken_one(folder: Path, qwen: Path) -> None:
     """SIGKILL after the first finished step, in the middle of the second."""
     path = config(folder, qwen)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -56,7 +56,7 @@ def fused(path: Path) -> list[tuple[str, ...]]:
     return [tuple(row["names"]) for row in rows if row["kind"] == "fuse"]
 
 
-def test_a_killed_run_resumes_without_repeating_and_ends_the_same(tmp_path):
+def test_a_killed_run_resumes_without_repeating_and_ends_the_same(tmp_path: Path) -> None:
     world, floors = random_world("mixed", 6, 3)
     whole = Ledger(world, floors)
     expected = fuse_by_search(world.names, whole, extra=12)
@@ -79,7 +79,7 @@ def test_a_killed_run_resumes_without_repeating_and_ends_the_same(tmp_path):
     assert len(again) <= 2
 
 
-def test_a_torn_last_line_is_dropped_and_made_again(tmp_path):
+def test_a_torn_last_line_is_dropped_and_made_again(tmp_path: Path) -> None:
     world, floors = random_world("mixed", 4, 1)
     path = tmp_path / "ledger.jsonl"
     first = fuse_by_search(world.names, Ledger(world, floors, path, "x"), extra=8)
@@ -91,7 +91,7 @@ def test_a_torn_last_line_is_dropped_and_made_again(tmp_path):
     assert path.read_text() == text
 
 
-def test_a_ledger_of_another_configuration_or_a_damaged_one_is_refused(tmp_path):
+def test_a_ledger_of_another_configuration_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
     world, floors = random_world("mixed", 2, 1)
     path = tmp_path / "ledger.jsonl"
     Ledger(world, floors, path, "x").fuse(("d0",))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import copy
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +50,7 @@ REPORT = {
 }
 
 
-def test_the_page_says_what_the_run_found(tmp_path):
+def test_the_page_says_what_the_run_found(tmp_path: Path) -> None:
     write_report(REPORT, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == REPORT
     page = (tmp_path / "report.html").read_text()
@@ -61,14 +63,14 @@ def test_the_page_says_what_the_run_found(tmp_path):
     assert "Every data set keeps its floor" in render(kept)
 
 
-def test_the_page_is_the_same_every_time(tmp_path):
+def test_the_page_is_the_same_every_time(tmp_path: Path) -> None:
     assert render(REPORT) == render(copy.deepcopy(REPORT))
 
 
-def test_without_matplotlib_there_are_tables(monkeypatch: pytest.MonkeyPatch):
+def test_without_matplotlib_there_are_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
-    def refuse(name, *args, **kwargs):
+    def refuse(name: Any, *args: Any, **kwargs: Any) -> Any:
         if name == "matplotlib":
             raise ImportError(name)
         return real(name, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,11 @@ from vlora_sgl.generate.scores import METRICS, cider, f1, iou, precision_at_50, 
 from vlora_sgl.generate.tasks import TASKS, box_text
 
 
-def test_top1_compares_the_whole_answer():
+def test_top1_compares_the_whole_answer() -> None:
     assert top1(["cat", "cat ", "dog"], [("cat",), ("cat",), ("cat",)]) == pytest.approx(2 / 3)
 
 
-def test_vqa_score_is_the_papers_formula():
+def test_vqa_score_is_the_papers_formula() -> None:
     """Ten annotators, "two" said by 2 of them: leave one out gives min(1/3, 1) twice and min(2/3, 1) eight times."""
     answers = ["2", "two", *["three"] * 8]
     assert vqa_score(["Two."], [answers]) == pytest.approx((2 * (1 / 3) + 8 * (2 / 3)) / 10)
@@ -22,7 +23,7 @@ def test_vqa_score_is_the_papers_formula():
     assert vqa_score(["The cat!"], [["a cat"]]) == 1.0
 
 
-def test_f1_matches_each_object_once_and_by_label():
+def test_f1_matches_each_object_once_and_by_label() -> None:
     truth = box_text("cat", (0.0, 0.0, 0.5, 0.5)) + box_text("dog", (0.5, 0.5, 1.0, 1.0))
     twice = box_text("cat", (0.0, 0.0, 0.5, 0.5)) * 2
     assert f1([truth], [(truth,)]) == 1.0
@@ -35,19 +36,19 @@ def test_f1_matches_each_object_once_and_by_label():
     assert f1([shifted], [(box_text("cat", (0.0, 0.0, 0.5, 0.5)),)], overlap=0.42) == 1.0
 
 
-def test_precision_at_50_reads_the_first_box():
+def test_precision_at_50_reads_the_first_box() -> None:
     truth = box_text("handshake", (0.1, 0.1, 0.3, 0.3))
     assert precision_at_50([truth, "<box>(100,100),(300,290)</box>", "no box"], [(truth,)] * 3) == pytest.approx(2 / 3)
 
 
-def test_boxes_are_read_as_appendix_c_writes_them():
+def test_boxes_are_read_as_appendix_c_writes_them() -> None:
     text = "<ref>airplane</ref><box>(767,0),(910,83)</box><box>(601,0),(748,76)</box>"
     assert read_boxes(text) == [("airplane", (767, 0, 910, 83)), ("airplane", (601, 0, 748, 76))]
     assert iou((0, 0, 10, 10), (5, 0, 15, 10)) == pytest.approx(1 / 3)
     assert iou((0, 0, 0, 0), (0, 0, 0, 0)) == 0.0
 
 
-def test_cider_by_hand():
+def test_cider_by_hand() -> None:
     """One shared unigram of idf log 2 out of two: cosine 1/2 for n = 1; no longer n-gram is shared."""
     references = [("red car",), ("blue boat",)]
     assert cider(["red car", "blue boat"], references) == pytest.approx(2 / 4)  # n = 3 and 4 do not exist: 0
@@ -59,7 +60,7 @@ def test_cider_by_hand():
 
 
 @pytest.mark.parametrize("name", sorted({m for kind in TASKS.values() for m in kind.metrics}))
-def test_every_metric_of_a_task_exists_and_refuses_nothing_to_measure(name):
+def test_every_metric_of_a_task_exists_and_refuses_nothing_to_measure(name: Any) -> None:
     if name == "f1":
         assert METRICS[name]([], []) == 1.0
         return

@@ -7,6 +7,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,18 +34,18 @@ def shades(folder: Path, count: int) -> list[Path]:
     return paths
 
 
-def spec(data: dict[str, Path], task: str = "classification", **more) -> DataSet:
+def spec(data: dict[str, Path], task: str = "classification", **more: Any) -> DataSet:
     kind = TASKS[task]
     values = {"floor": 0.5, "metric": kind.metrics[0], "question": None if kind.needs == "target" else "Which?"}
     return DataSet(name="set", task=task, data={k: str(v) for k, v in data.items()}, **(values | more))
 
 
-def load(tmp_path: Path, one: DataSet):
+def load(tmp_path: Path, one: DataSet) -> Any:
     """By the floor itself, which two or three validation examples can show."""
     return load_datasets(RunConfig(base="tiny", output=tmp_path / "out", datasets=(one,), confidence=0.5))[0]
 
 
-def test_a_folder_per_label_is_split_label_by_label(tmp_path):
+def test_a_folder_per_label_is_split_label_by_label(tmp_path: Path) -> None:
     for label in ("red_car", "cat"):
         shades(tmp_path / "data" / label, 20)
     loaded = load(tmp_path, spec({"folder": tmp_path / "data"}, split=(0.6, 0.2, 0.2)))
@@ -54,7 +55,7 @@ def test_a_folder_per_label_is_split_label_by_label(tmp_path):
     assert loaded.labels == ("cat", "red car")
 
 
-def test_a_hugging_face_data_set_on_disk(tmp_path):
+def test_a_hugging_face_data_set_on_disk(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features(
         {
@@ -85,7 +86,7 @@ def test_a_hugging_face_data_set_on_disk(tmp_path):
         load(tmp_path, spec({"huggingface": tmp_path / "empty"}))
 
 
-def test_rows_with_several_annotators_and_with_boxes(tmp_path):
+def test_rows_with_several_annotators_and_with_boxes(tmp_path: Path) -> None:
     shades(tmp_path, 3)
     lines = [
         {"image": "000.png", "question": "q", "answers": ["two", "2", "two"]},
@@ -130,12 +131,12 @@ number = 3
 
 
 @pytest.fixture
-def teacher(tmp_path) -> str:
+def teacher(tmp_path: Path) -> str:
     (tmp_path / "teacher.py").write_text(TEACHER)
     return f"{tmp_path / 'teacher.py'}"
 
 
-def test_a_teachers_answers_become_the_training_data(tmp_path, teacher):
+def test_a_teachers_answers_become_the_training_data(tmp_path: Path, teacher: str) -> None:
     shades(tmp_path / "images", 40)
     truth = [{"image": f"images/{i:03d}.png", "answer": "light" if i % 2 else "dark"} for i in range(10)]
     truth[0]["answer"] = "light"  # the teacher will be wrong here
@@ -155,7 +156,7 @@ def test_a_teachers_answers_become_the_training_data(tmp_path, teacher):
         load(tmp_path, outside)
 
 
-def test_labelled_validation_images_stay_apart_from_the_teachers(tmp_path, teacher):
+def test_labelled_validation_images_stay_apart_from_the_teachers(tmp_path: Path, teacher: str) -> None:
     shades(tmp_path / "images", 20)
     shades(tmp_path / "own", 6)
     truth = [{"image": f"own/{i:03d}.png", "answer": "light"} for i in range(6)]  # the teacher would say dark of half
@@ -171,7 +172,7 @@ def test_labelled_validation_images_stay_apart_from_the_teachers(tmp_path, teach
     assert {e.answer for e in loaded.splits["validation"]} == {"light"}
 
 
-def test_a_floor_that_the_validation_split_cannot_show_is_a_fault(tmp_path, teacher):
+def test_a_floor_that_the_validation_split_cannot_show_is_a_fault(tmp_path: Path, teacher: str) -> None:
     for label in ("cat", "dog"):
         shades(tmp_path / "data" / label, 40)
     images = shades(tmp_path / "images", 24)
@@ -193,7 +194,7 @@ def test_a_floor_that_the_validation_split_cannot_show_is_a_fault(tmp_path, teac
     assert len(load_datasets(RunConfig(base="tiny", output=tmp_path / "out", datasets=sets, confidence=0.5))) == 3
 
 
-def test_objects_count_as_evidence_by_the_image(tmp_path):
+def test_objects_count_as_evidence_by_the_image(tmp_path: Path) -> None:
     shades(tmp_path, 4)
     boxes = [{"label": "cat", "box": [0.1 * i, 0, 0.1 * i + 0.1, 0.5]} for i in range(9)]
     rows = [{"image": f"00{i}.png", "target": "cats", "boxes": boxes[:count]} for i, count in enumerate((2, 2, 2, 2))]
@@ -206,7 +207,7 @@ def test_objects_count_as_evidence_by_the_image(tmp_path):
     assert load(tmp_path, spec(files, "detection")).evidence == pytest.approx(144 / 84)
 
 
-def test_a_teacher_of_boxes(tmp_path, teacher):
+def test_a_teacher_of_boxes(tmp_path: Path, teacher: str) -> None:
     paths = shades(tmp_path / "images", 2)
     said = label_images(load_teacher({"python": f"{teacher}:boxes"}, DETECT, ""), paths, DETECT)
     assert said == ["no detection", "<ref>spot</ref><box>(0,0),(500,500)</box>"]
@@ -216,13 +217,13 @@ def test_a_teacher_of_boxes(tmp_path, teacher):
     ("name", "message"),
     [("short", "gave 1 answers for 2"), ("odd", "no text and no boxes: 3"), ("number", "is a int"), ("gone", "gone")],
 )
-def test_a_teacher_that_is_none_is_refused(tmp_path, teacher, name, message):
+def test_a_teacher_that_is_none_is_refused(tmp_path: Path, teacher: str, name: str, message: str) -> None:
     paths = shades(tmp_path / "images", 2)
     with pytest.raises(ConfigError, match=message):
         label_images(load_teacher({"python": f"{teacher}:{name}"}, CLASSIFY, ""), paths, CLASSIFY)
 
 
-def test_a_torchvision_model_as_teacher(tmp_path):
+def test_a_torchvision_model_as_teacher(tmp_path: Path) -> None:
     torchvision = pytest.importorskip("torchvision")
     torch.manual_seed(0)
     model = torchvision.models.get_model("squeezenet1_1", weights=None, num_classes=3).eval()
@@ -251,7 +252,7 @@ def test_a_torchvision_model_as_teacher(tmp_path):
         load_teacher(settings | {"labels": None}, CLASSIFY, "")
 
 
-def test_a_pipeline_as_teacher(tmp_path):
+def test_a_pipeline_as_teacher(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.ViTConfig(
@@ -279,7 +280,7 @@ def test_a_pipeline_as_teacher(tmp_path):
         load_teacher({"pipeline": "mind-reading", "model": str(tmp_path / "vit")}, CLASSIFY, "")
 
 
-def test_an_onnx_teacher_names_the_package_it_needs(monkeypatch):
+def test_an_onnx_teacher_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingDependencyError, match="pip install onnxruntime"):
         load_teacher({"onnx": "model.onnx", "labels": ["a"]}, CLASSIFY, "")

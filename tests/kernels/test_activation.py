@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def tiles(split: int) -> FixedTable:
     )
 
 
-def make_case(shape: str, routing: str, dtype: torch.dtype, block: int = 16):
+def make_case(shape: str, routing: str, dtype: torch.dtype, block: int = 16) -> Any:
     """y, x, a, b with NaN past every slot's rank and y's last column; groups, ranks, scalings, offsets, routing."""
     k, width, r, ranks = SHAPES[shape]
     rows, named = ROUTINGS[routing]
@@ -93,7 +94,7 @@ def run_case(shape: str, routing: str, dtype: torch.dtype, split: int, block: in
 @pytest.mark.parametrize("split", [1, 3], ids=["small-tiles", "runs-of-tiles"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel(shape, routing, split, dtype):
+def test_kernel(shape: str, routing: str, split: int, dtype: Any) -> None:
     if not CUDA and (list(SHAPES).index(shape) + list(ROUTINGS).index(routing) + split // 2) % 2 != (
         dtype is torch.float16
     ):
@@ -103,18 +104,18 @@ def test_kernel(shape, routing, split, dtype):
 
 @kernels
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel_on_large_tiles(shape):
+def test_kernel_on_large_tiles(shape: str) -> None:
     run_case(shape, "two-slots-a-row", torch.float32, 4, block=64)
 
 
 @kernels
 @pytest.mark.parametrize("shape", ["odd-width-ragged-ranks", "many-tiles-of-24"])
-def test_kernel_on_slots_of_unequal_sizes(shape):
+def test_kernel_on_slots_of_unequal_sizes(shape: str) -> None:
     run_case(shape, "two-slots-a-row", torch.float32, 1, sized=True)
 
 
 @kernels
-def test_kernel_leaves_rows_past_the_batch_alone(monkeypatch):
+def test_kernel_leaves_rows_past_the_batch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph's tables name the rows of its largest batch, and its n_tiles ends before the tables do."""
     y, x, a, b, groups, ranks, scalings, offsets, _ = make_case("many-tiles-of-24", "every-row", torch.float32)
     spare = np.arange(65, 150, dtype=np.int32)
@@ -136,7 +137,7 @@ def test_kernel_leaves_rows_past_the_batch_alone(monkeypatch):
 
 
 @kernels
-def test_kernel_saturates_where_silu_does():
+def test_kernel_saturates_where_silu_does() -> None:
     y, x, a, b, _, ranks, scalings, offsets, _ = make_case("whole-tiles", "base-only", torch.float32)
     y[:, :64] = torch.tensor([-1e30, -200.0, -0.0, 200.0], device=DEVICE).repeat(16)
     route = make_routing([(np.arange(66, dtype=np.int32), ())], 66, ranks, scalings, DEVICE, dense=False)
@@ -144,14 +145,14 @@ def test_kernel_saturates_where_silu_does():
 
 
 @starter
-def test_kernels_interpreted():
+def test_kernels_interpreted() -> None:
     assert passed_interpreted(__file__) > 20
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_graph_replay_equals_eager_bit_for_bit(shape):
+def test_graph_replay_equals_eager_bit_for_bit(shape: str) -> None:
     y, x, a, b, _, _, _, offsets, route = make_case(shape, "two-slots-a-row", torch.bfloat16, block=64)
     eager = atmm_silu_and_mul(y, x, a, b, route, offsets)
     torch.cuda.synchronize()
@@ -168,7 +169,7 @@ def test_graph_replay_equals_eager_bit_for_bit(shape):
 @pytest.mark.skipif(not CUDA, reason="the shape of a 7B layer")
 @pytest.mark.parametrize("rank", [16, 64, 128])
 @pytest.mark.parametrize("pairs", [1, 2])
-def test_a_7b_layer_with_the_tables_own_tiles(rank, pairs):
+def test_a_7b_layer_with_the_tables_own_tiles(rank: int, pairs: int) -> None:
     """As far from float64 as torch's matmuls and activation, with pipelines as deep as they are served."""
     rows, k, width, slots = 700, 3584, 18944, 3
     options = {"device": "cuda", "dtype": torch.bfloat16}
@@ -188,7 +189,7 @@ def test_a_7b_layer_with_the_tables_own_tiles(rank, pairs):
     assert torch.allclose(out[thirds[2]].float(), base.float(), rtol=0.02, atol=0.02)
 
 
-def test_what_it_cannot_serve_is_refused():
+def test_what_it_cannot_serve_is_refused() -> None:
     rows = [(np.arange(70, dtype=np.int32), ((0, 1.0),))]
     route = make_routing(rows, 70, [4], [1.0], "cpu")
     y, x, a = torch.zeros(70, 6), torch.zeros(70, 8), torch.zeros(1, 8, 8)

@@ -1,5 +1,8 @@
 """ATMM against the float64 row loop, under Triton's interpreter (here) and on the GPU (marked)."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -51,7 +54,7 @@ def tiles(split: int) -> FixedTable:
     )
 
 
-def behind_each_other(a: torch.Tensor, b: torch.Tensor, ranks, parts: int):
+def behind_each_other(a: torch.Tensor, b: torch.Tensor, ranks: Any, parts: int) -> Any:
     """The same slots laid out as ``lora.pool`` does, in overlapping views: (a, b, places); the empty take no room."""
     sizes = [-(-rank // 16) * 16 for rank in ranks]
     places, total = [0] * len(ranks), 0
@@ -69,7 +72,7 @@ def behind_each_other(a: torch.Tensor, b: torch.Tensor, ranks, parts: int):
     return *views, places
 
 
-def make_case(shape: str, routing: str, dtype: torch.dtype, dense: bool):
+def make_case(shape: str, routing: str, dtype: torch.dtype, dense: bool) -> Any:
     """Poisoned pools: whatever lies outside a slot's own rank is NaN, and so are empty slots."""
     k, offsets, r, ranks, scalings = SHAPES[shape]
     rows, named = ROUTINGS[routing]
@@ -99,7 +102,7 @@ def check(out: torch.Tensor, exact: torch.Tensor, own: torch.Tensor) -> None:
     assert (out.double() - exact).abs().max().item() <= 4 * floor
 
 
-def torch_own(y, x, a, b, groups, ranks, scalings, offsets):
+def torch_own(y: Any, x: Any, a: Any, b: Any, groups: Any, ranks: Any, scalings: Any, offsets: Any) -> Any:
     """The same in plain torch matmuls of the tensors' dtype, one row group after the other."""
     y = y.clone()
     for rows, pairs in groups:
@@ -143,13 +146,13 @@ def run_case(
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the path of a plain CPU")
-def test_torch_path(shape, routing, dtype):
+def test_torch_path(shape: str, routing: str, dtype: torch.dtype) -> None:
     run_case(shape, routing, dtype, True, None)
 
 
 @pytest.mark.parametrize("shape", ["qkv-unequal-odd-ranks", "ranks-of-whole-groups"])
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the path of a plain CPU")
-def test_torch_path_on_slots_of_unequal_sizes(shape):
+def test_torch_path_on_slots_of_unequal_sizes(shape: str) -> None:
     run_case(shape, "two-slots-a-row", torch.float32, True, None, sized=True)
 
 
@@ -160,7 +163,7 @@ def test_torch_path_on_slots_of_unequal_sizes(shape):
 @pytest.mark.parametrize("family", ["dense", "grouped"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel(shape, routing, family, split, dtype):
+def test_kernel(shape: str, routing: str, family: str, split: int, dtype: Any) -> None:
     if not CUDA and (dtype is torch.float16) != (split == 3):
         pytest.skip("each dtype with one split under the interpreter, for time")
     if not CUDA and (list(SHAPES).index(shape) + list(ROUTINGS).index(routing)) % 2 != (split == 3):
@@ -170,7 +173,7 @@ def test_kernel(shape, routing, family, split, dtype):
 
 @kernels
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_kernel_leaves_rows_past_the_batch_alone(accumulate):
+def test_kernel_leaves_rows_past_the_batch_alone(accumulate: bool) -> None:
     """A graph's tables name the rows of its largest batch; a smaller graph's tensors end before them."""
     x, w, bias, a, b, groups, ranks, scalings, offsets, _ = make_case("one-part", "one-adapter", torch.float32, False)
     spare = np.arange(5, 40, dtype=np.int32)
@@ -190,19 +193,19 @@ def test_kernel_leaves_rows_past_the_batch_alone(accumulate):
 @kernels
 @pytest.mark.parametrize("plan", ["grid", "grouped"])
 @pytest.mark.parametrize("shape", ["qkv-unequal-odd-ranks", "ranks-of-whole-groups"])
-def test_kernel_on_slots_of_unequal_sizes(shape, plan):
+def test_kernel_on_slots_of_unequal_sizes(shape: str, plan: str) -> None:
     run_case(shape, "two-slots-a-row", torch.float32, plan != "grouped", tiles(3), sized=True)
 
 
 @starter
-def test_kernels_interpreted():
+def test_kernels_interpreted() -> None:
     assert passed_interpreted(__file__) > 50
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["dense", "grouped"])
-def test_graph_replay_equals_eager_bit_for_bit(family):
+def test_graph_replay_equals_eager_bit_for_bit(family: str) -> None:
     x, w, bias, a, b, _, _, _, offsets, route = make_case(
         "qkv-unequal-odd-ranks", "two-slots-a-row", torch.bfloat16, family == "dense"
     )
@@ -219,17 +222,17 @@ def test_graph_replay_equals_eager_bit_for_bit(family):
 
 
 @pytest.mark.parametrize("pairs", [((1, 1.0),), ((7, 1.0),)], ids=["empty-slot", "no-such-slot"])
-def test_routing_to_a_missing_adapter_is_refused(pairs):
+def test_routing_to_a_missing_adapter_is_refused(pairs: Any) -> None:
     with pytest.raises(ValueError, match="slot"):
         make_routing([(np.arange(2, dtype=np.int32), pairs)], 2, [4, 0], [1.0, 0.0], "cpu")
 
 
-def test_a_row_without_a_group_is_refused():
+def test_a_row_without_a_group_is_refused() -> None:
     with pytest.raises(ValueError, match="row 1 of 2"):
         make_routing([(np.array([0], dtype=np.int32), ())], 2, [4], [1.0], "cpu")
 
 
-def test_misfitting_tensors_are_refused_with_both_shapes():
+def test_misfitting_tensors_are_refused_with_both_shapes() -> None:
     route = make_routing([(np.arange(2, dtype=np.int32), ((0, 1.0),))], 2, [4], [1.0], "cpu")
     a, b = torch.zeros(1, 4, 8), torch.zeros(1, 6, 4)
     with pytest.raises(ValueError, match=r"x must be \[2, 8\].*got \(2, 9\)"):
@@ -242,7 +245,7 @@ def test_misfitting_tensors_are_refused_with_both_shapes():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs 5 GB of device memory")
-def test_addresses_beyond_two_to_the_31_elements():
+def test_addresses_beyond_two_to_the_31_elements() -> None:
     far = 1 << 31
     pool = torch.empty(far + 4096, dtype=torch.float16, device="cuda")
     a = pool.as_strided((2, 16, 64), (far, 64, 1))
@@ -259,7 +262,7 @@ def test_addresses_beyond_two_to_the_31_elements():
 
 @pytest.mark.parametrize("shared", [48 << 10, 99 << 10, 227 << 10])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_tile_is_cut_down_to_the_devices_shared_memory(shared, size):
+def test_a_tile_is_cut_down_to_the_devices_shared_memory(shared: Any, size: int) -> None:
     for tile in (Tile(64, 64, 256, 16, 4, 3), Tile(32, 64, 128, 5, 4, 8), Tile(16, 16, 64, 1, 4, 2)):
         for block_m in (16, 64):
             found = launch.fitting(tile, block_m, size, shared)
@@ -269,15 +272,15 @@ def test_a_tile_is_cut_down_to_the_devices_shared_memory(shared, size):
     assert launch.fitting(tile, 16, size, 227 << 10) == tile
 
 
-def test_tiling_key_is_128_bits_and_reversible():
+def test_tiling_key_is_128_bits_and_reversible() -> None:
     key = tiling.pack("expand", 37888, 3584, 64, 33, 8, parts=2, pairs=2, dtype=torch.bfloat16)
     assert key < 1 << 128 and sum(tiling.FIELDS.values()) == 128
     fields = unpack(key)
     assert (fields["n"], fields["k"], fields["rank"], fields["rows"], fields["slots"]) == (37888, 3584, 64, 6, 3)
 
 
-def test_nearest_entry_stands_in_for_a_missing_one(tmp_path):
-    def key(rows, n=512, op="shrink"):
+def test_nearest_entry_stands_in_for_a_missing_one(tmp_path: Path) -> None:
+    def key(rows: Any, n: int = 512, op: str = "shrink") -> Any:
         return tiling.pack(op, n, 64, 16, rows, 8, dtype=torch.float16)
 
     small, large = Tile(16, 16, 64), Tile(64, 64, 64, 2)
@@ -288,7 +291,7 @@ def test_nearest_entry_stands_in_for_a_missing_one(tmp_path):
     assert table.lookup(key(4, op="expand")) == default_tile(unpack(key(4, op="expand")))
 
 
-def test_both_lookups_of_a_linear_cost_the_host_under_five_microseconds():
+def test_both_lookups_of_a_linear_cost_the_host_under_five_microseconds() -> None:
     import timeit
 
     route = make_routing([(np.arange(2, dtype=np.int32), ((0, 1.0),))], 2, [4], [1.0], "cpu")
@@ -301,7 +304,7 @@ def test_both_lookups_of_a_linear_cost_the_host_under_five_microseconds():
     assert min(timeit.repeat(look_up, number=200, repeat=20)) / 200 < 5e-6
 
 
-def test_a_broken_table_names_the_file(tmp_path):
+def test_a_broken_table_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"t\.json is not a tiling table"):

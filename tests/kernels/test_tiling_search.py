@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ JOBS = list(jobs_of(MODELS["qwen2.5-vl-7b"], [16, 64], [1, 32, 8192], [8], torch
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.label)
-def test_candidates_begin_with_the_built_in_tile_and_fit_the_chip(job):
+def test_candidates_begin_with_the_built_in_tile_and_fit_the_chip(job: Any) -> None:
     tiles = candidates(job)
     assert tiles[0] == default_tile(unpack(job.key)) and len(set(tiles)) == len(tiles) > 1
     moved, flops = bytes_and_flops(job)
@@ -32,22 +34,22 @@ def test_candidates_begin_with_the_built_in_tile_and_fit_the_chip(job):
         assert tile.stages * (tile.block_m + tile.block_n) * tile.block_k * job.dtype.itemsize <= SHARED_BYTES
 
 
-def test_a_model_has_one_key_for_each_job_and_partners_come_first():
+def test_a_model_has_one_key_for_each_job_and_partners_come_first() -> None:
     keys = [job.key for job in JOBS]
     assert len(set(keys)) == len(keys)
     first = [(job.op, job.projection.name) for job in JOBS if job.rows == 32 and job.rank == 64]
     assert first.index(("linear_shrink", "qkv_proj")) < first.index(("linear", "qkv_proj"))
 
 
-def test_the_shipped_table_has_the_decode_tiles_of_a_7b_shape():
+def test_the_shipped_table_has_the_decode_tiles_of_a_7b_shape() -> None:
     path = TABLES / f"{tiling.table_name('NVIDIA H200', '3.6.0')}.json"
     table = TilingTable.load(path)
     wanted = {job.key for job in JOBS if job.rows == 32 and job.op in ("linear_shrink", "linear")}
     assert wanted <= table.exact.keys()
 
 
-def test_what_won_on_other_shapes_is_tried_first():
-    def job(model, op="linear_shrink", rank=64):
+def test_what_won_on_other_shapes_is_tried_first() -> None:
+    def job(model: Any, op: str = "linear_shrink", rank: int = 64) -> Any:
         jobs = jobs_of(MODELS[model], [rank], [32], [8], torch.bfloat16)
         return next(j for j in jobs if j.op == op and j.projection.name == "o_proj")
 

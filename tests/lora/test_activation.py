@@ -76,7 +76,9 @@ def exact(mlp: Any, x: torch.Tensor, runs: list[Any]) -> torch.Tensor:
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_mlp_interpreted")
 @pytest.mark.parametrize("family", ["LlamaMLP", "Qwen2MLP"])
 @pytest.mark.parametrize("batch", ["eager", "graph", "decode"])
-def test_mlp_adds_in_the_activation_what_gate_up_left(runtime, family, batch, monkeypatch):
+def test_mlp_adds_in_the_activation_what_gate_up_left(
+    runtime: None, family: str, batch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlp = make_mlp(family)
     backend = mlp.gate_up_proj.lora_backend
     rows, runs = (3, [(((0, 1.0),), 2), ((), 1)]) if batch == "decode" else (ROWS, RUNS)
@@ -104,7 +106,7 @@ def test_mlp_adds_in_the_activation_what_gate_up_left(runtime, family, batch, mo
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_mlp_interpreted")
-def test_mlp_never_loses_what_was_left(runtime):
+def test_mlp_never_loses_what_was_left(runtime: None) -> None:
     mlp = make_mlp("Qwen2MLP")
     pair(mlp, 1)
     route(mlp, RUNS)
@@ -125,7 +127,7 @@ def test_mlp_never_loses_what_was_left(runtime):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-def test_a_replay_follows_refreshed_tables():
+def test_a_replay_follows_refreshed_tables() -> None:
     from vlora_sgl.kernels.atmm import atmm_silu_and_mul, make_routing
     from vlora_sgl.kernels.tiling import Tile, TilingTable
     from vlora_sgl.lora.backend import GraphTables
@@ -157,11 +159,11 @@ def test_a_replay_follows_refreshed_tables():
 
 
 @starter
-def test_mlp_interpreted():
+def test_mlp_interpreted() -> None:
     assert passed_interpreted(__file__, "test_mlp") == 7
 
 
-def test_an_mlp_that_does_more_between_the_two_is_left_alone(runtime):
+def test_an_mlp_that_does_more_between_the_two_is_left_alone(runtime: None) -> None:
     class Scaled(_sgl.Qwen2MLP):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y, _ = self.gate_up_proj(x)
@@ -173,10 +175,10 @@ def test_an_mlp_that_does_more_between_the_two_is_left_alone(runtime):
     assert not isinstance(mlp.act_fn, AtmmSiluAndMul)
 
 
-def test_what_was_deferred_is_for_one_tensor():
+def test_what_was_deferred_is_for_one_tensor() -> None:
     deferred, y = DeferredAdapters(), torch.zeros(2, 4)
     assert deferred.take(y) is None
-    deferred.leave(y, 1, 2)
+    deferred.leave(y, (1, 2))
     with pytest.raises(RuntimeError, match=r"\(2, 4\).*another tensor \(4, 2\)"):
         deferred.take(y.view(4, 2))
     assert deferred.take(y.view(2, 4)) == (1, 2) and deferred.take(y) is None

@@ -1,6 +1,7 @@
 """Rows to routing tables, and the backend's static tables against fresh ones."""
 
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +19,13 @@ RANKS, SCALINGS = {"x": 4, "y": 2, "m": 3}, {"x": 0.5, "y": 2.0, "m": 1.0}
 
 
 @pytest.fixture
-def backend():
+def backend() -> Any:
     from vlora_sgl.lora.backend import AtmmBackend
 
     return AtmmBackend(max_loras_per_batch=4, device="cpu", server_args=None)
 
 
-def batch(lengths, extend=True, adapters=(), starts=None):
+def batch(lengths: Any, extend: bool = True, adapters: Any = (), starts: Any = None) -> Any:
     mode = types.SimpleNamespace(is_extend=lambda: extend)
     return types.SimpleNamespace(
         forward_mode=mode,
@@ -36,7 +37,7 @@ def batch(lengths, extend=True, adapters=(), starts=None):
     )
 
 
-def row_routing(routed=None):
+def row_routing(routed: Any = None) -> Any:
     adapters = {
         name: types.SimpleNamespace(config=types.SimpleNamespace(r=rank), scaling=SCALINGS[name])
         for name, rank in RANKS.items()
@@ -54,28 +55,28 @@ def row_routing(routed=None):
     ],
     ids=["unmerged", "mixture"],
 )
-def test_rows_follow_the_mode(merged, expected):
+def test_rows_follow_the_mode(merged: str | None, expected: Any) -> None:
     assert row_routing().runs_of(batch([3, 1, 2], adapters=["x", None, "m"]), merged) == expected
 
 
-def test_rows_before_an_adapters_invocation_start_run_as_base_rows():
+def test_rows_before_an_adapters_invocation_start_run_as_base_rows() -> None:
     view = split_batch(batch([5, 2], adapters=["x", "y"], starts=[10, 0]), [13, 0])
     found = row_routing().runs_of(view, None)
     assert found == [((), 3), (((0, 1.0),), 2), (((1, 1.0),), 2)]
 
 
-def test_a_routed_adapters_rows_hold_its_members_until_the_router_speaks():
+def test_a_routed_adapters_rows_hold_its_members_until_the_router_speaks() -> None:
     routed = {"r": types.SimpleNamespace(members=("x", "y"))}
     found = row_routing(routed).runs_of(batch([2, 1], adapters=["r", "m"]), "m")
     assert found == [(((0, 0.0), (1, 0.0), (2, -1.0)), 2), ((), 1)]
 
 
-def test_an_adapter_without_a_slot_is_an_error():
+def test_an_adapter_without_a_slot_is_an_error() -> None:
     with pytest.raises(UnknownAdapterError, match="gone"):
         row_routing().runs_of(batch([1], adapters=["gone"]), None)
 
 
-def test_groups_gather_rows_of_the_same_pairs():
+def test_groups_gather_rows_of_the_same_pairs() -> None:
     runs = row_routing().runs_of(batch([1, 2, 1, 1], adapters=["x", "y", "x", None]), None)
     groups, rows = groups_of(runs)
     assert rows == 5
@@ -83,7 +84,7 @@ def test_groups_gather_rows_of_the_same_pairs():
 
 
 @pytest.mark.parametrize("merged", [None, "m"], ids=["unmerged", "mixture"])
-def test_what_is_handed_over_is_what_every_row_applies(backend, merged):
+def test_what_is_handed_over_is_what_every_row_applies(backend: Any, merged: str | None) -> None:
     """A prefill with an invocation start and all modes' rows, through the backend, against the float64 loop."""
     torch.manual_seed(0)
     a, b = torch.randn(4, 2 * 4, 10), torch.randn(4, 12, 4)
@@ -105,7 +106,7 @@ def test_what_is_handed_over_is_what_every_row_applies(backend, merged):
     assert changed == [bool(pairs) for _, pairs in groups]
 
 
-def test_backend_applies_each_requests_adapter(backend):
+def test_backend_applies_each_requests_adapter(backend: Any) -> None:
     torch.manual_seed(0)
     ranks, scalings = [4, 0, 2, 3], [0.5, 0.0, 2.0, 1.0]
     a, b = torch.randn(4, 2 * 4, 10), torch.randn(4, 12, 4)
@@ -119,13 +120,13 @@ def test_backend_applies_each_requests_adapter(backend):
     assert torch.equal(out[2:5], (x @ w.T)[2:5])
 
 
-def test_a_routed_slot_without_an_adapter_is_refused(backend):
+def test_a_routed_slot_without_an_adapter_is_refused(backend: Any) -> None:
     with pytest.raises(ValueError, match="slot 1 is routed to but holds no adapter"):
         backend.route([(((1, 1.0),), 1)], [4, 0, 0, 0], [1.0] * 4)
 
 
 @pytest.mark.parametrize("rows", [5, 64, 70])
-def test_graph_tables_hold_what_fresh_tables_hold_and_forget_the_batch_before(rows):
+def test_graph_tables_hold_what_fresh_tables_hold_and_forget_the_batch_before(rows: int) -> None:
     from vlora_sgl.kernels.atmm import make_routing
     from vlora_sgl.lora.backend import GraphTables
 
@@ -150,7 +151,7 @@ def test_graph_tables_hold_what_fresh_tables_hold_and_forget_the_batch_before(ro
         assert sorted(padded[padded >= 0].tolist()) == list(range(rows, 96))
 
 
-def test_what_it_does_not_serve_is_refused_by_name(backend):
+def test_what_it_does_not_serve_is_refused_by_name(backend: Any) -> None:
     from vlora_sgl.errors import ConfigError
 
     with pytest.raises(ConfigError, match="csgmv"):
@@ -159,7 +160,7 @@ def test_what_it_does_not_serve_is_refused_by_name(backend):
         backend.run_lora_a_sgemm(torch.zeros(1, 1), torch.zeros(1, 1, 1))
 
 
-def test_a_refresh_reuses_its_buffers_and_costs_the_host_little():
+def test_a_refresh_reuses_its_buffers_and_costs_the_host_little() -> None:
     import timeit
 
     from vlora_sgl.lora.backend import GraphTables
@@ -176,7 +177,7 @@ def test_a_refresh_reuses_its_buffers_and_costs_the_host_little():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("rows", "block"), [(24, None), (80, None), (300, 64)])
-def test_a_replay_follows_refreshed_tables_without_allocating_or_waiting(rows, block):
+def test_a_replay_follows_refreshed_tables_without_allocating_or_waiting(rows: int, block: int | None) -> None:
     from vlora_sgl.kernels.atmm import atmm_linear, make_routing
     from vlora_sgl.lora.backend import GraphTables
 

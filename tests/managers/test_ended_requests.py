@@ -8,7 +8,7 @@ from vlora_sgl.managers.ended_requests import KEPT, LingeringStates
 
 
 @pytest.mark.parametrize("how", ["pop", "del"])
-def test_an_ended_request_is_no_member_and_still_found(how):
+def test_an_ended_request_is_no_member_and_still_found(how: str) -> None:
     states = LingeringStates()
     states["a"] = 1
     if how == "pop":
@@ -21,7 +21,7 @@ def test_an_ended_request_is_no_member_and_still_found(how):
         states["b"]
 
 
-def test_what_is_kept_is_bounded():
+def test_what_is_kept_is_bounded() -> None:
     states = LingeringStates()
     for number in range(KEPT + 5):
         states[str(number)] = number

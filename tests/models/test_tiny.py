@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ FIVE = ("colour", "shape", "count", "position", "digit")
 
 
 @pytest.fixture(scope="module")
-def shipped():
+def shipped() -> Any:
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
     processor = AutoProcessor.from_pretrained(tiny.path(), use_fast=False)
@@ -33,7 +34,7 @@ def shipped():
 
 
 @pytest.mark.parametrize("images", [1, 3])
-def test_batched_forward_equals_the_stock_one(shipped, images):
+def test_batched_forward_equals_the_stock_one(shipped: Any, images: int) -> None:
     model, processor = shipped
     drawn = S.render(S.sample(images, np.random.default_rng(1)))
     pictures = [Image.fromarray(picture) for picture in drawn.permute(0, 2, 3, 1).numpy()]
@@ -54,7 +55,7 @@ def test_batched_forward_equals_the_stock_one(shipped, images):
 
 
 @torch.no_grad()
-def test_a_question_that_stands_alone_is_a_dialogue_of_its_own(shipped):
+def test_a_question_that_stands_alone_is_a_dialogue_of_its_own(shipped: Any) -> None:
     """Questions of one row see neither each other nor each other's positions."""
     model, processor = shipped
     encoder = batches.Encoder(processor.tokenizer)
@@ -81,7 +82,7 @@ def test_a_question_that_stands_alone_is_a_dialogue_of_its_own(shipped):
     assert batch["wanted"].tolist() == wanted
 
 
-def test_a_batch_asks_every_kind_of_question_and_fills_its_rows(shipped):
+def test_a_batch_asks_every_kind_of_question_and_fills_its_rows(shipped: Any) -> None:
     encoder = batches.Encoder(shipped[1].tokenizer)
     batch = batches.scene_batch(encoder, 24, seed=1)
     assert batch["ids"].shape == (24, batches.ROW_TOKENS)
@@ -94,7 +95,7 @@ def test_a_batch_asks_every_kind_of_question_and_fills_its_rows(shipped):
 
 
 @pytest.mark.parametrize("test", [False, True])
-def test_held_out_combinations_are_drawn_only_for_the_test(test):
+def test_held_out_combinations_are_drawn_only_for_the_test(test: bool) -> None:
     scenes = S.sample(500, np.random.default_rng(2), test=test)
     drawn = scenes.size > 0
     held = S.is_held_out(scenes.colour, scenes.shape, scenes.pattern[:, None]) & drawn
@@ -105,7 +106,7 @@ def test_held_out_combinations_are_drawn_only_for_the_test(test):
         assert not held.any() and not unseen_font.any()
 
 
-def test_every_question_has_one_answer_and_objects_do_not_overlap():
+def test_every_question_has_one_answer_and_objects_do_not_overlap() -> None:
     scenes = S.sample(200, np.random.default_rng(3))
     for i in range(len(scenes)):
         answers: dict[str, set[str]] = {}
@@ -119,7 +120,7 @@ def test_every_question_has_one_answer_and_objects_do_not_overlap():
                 assert gap > scenes.size[i, a] + scenes.size[i, b]
 
 
-def test_shipped_model_answers_unseen_scenes(shipped):
+def test_shipped_model_answers_unseen_scenes(shipped: Any) -> None:
     from tools.tiny.train import accuracy
 
     model, processor = shipped
@@ -129,7 +130,7 @@ def test_shipped_model_answers_unseen_scenes(shipped):
         assert found[kind]["blind"] <= found[kind]["chance"] + 0.1, (kind, found[kind])
 
 
-def test_shipped_set_is_small_and_complete():
+def test_shipped_set_is_small_and_complete() -> None:
     files = [f for f in tiny.path().parent.rglob("*") if f.is_file() and f.suffix != ".pyc"]
     assert sum(f.stat().st_size for f in files) < 40e6
     assert sum(f.stat().st_size for f in files if f.suffix == ".safetensors") <= 24e6
@@ -146,7 +147,7 @@ def test_shipped_set_is_small_and_complete():
     assert set(routed.members) == {name for name, (_, invocation) in domains.ADAPTERS.items() if invocation is None}
 
 
-def test_the_log_says_heads_are_as_good_as_decoding_and_adapters_lift_their_domain():
+def test_the_log_says_heads_are_as_good_as_decoding_and_adapters_lift_their_domain() -> None:
     """Of the shipped run; bench_tiny measures the same as served."""
     log = json.loads((tiny.path().parent / LOG).read_text())
     assert all(row["accuracy"] >= 0.85 for kind, row in log["base"].items() if kind in FIVE), log["base"]
@@ -157,14 +158,14 @@ def test_the_log_says_heads_are_as_good_as_decoding_and_adapters_lift_their_doma
             assert head["kind"] == "detect" or head["value"] >= row["adapter"], (name, row)
 
 
-def test_the_log_says_the_routed_adapter_is_as_good_as_the_best_single_adapter():
+def test_the_log_says_the_routed_adapter_is_as_good_as_the_best_single_adapter() -> None:
     """Within two points, all members in use; bench_tiny measures the same as served."""
     report = json.loads((tiny.path().parent / LOG).read_text())["routed"]
     assert report["routed_minus_oracle_points"] >= -2, report
     assert min(report["usage"].values()) > 0.02, report["usage"]
 
 
-def test_half_a_minute_of_training_on_the_cpu_beats_chance():
+def test_half_a_minute_of_training_on_the_cpu_beats_chance() -> None:
     """A third of the size, one question type, 150 steps: the loss falls and unseen scenes are answered."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -181,7 +182,7 @@ def test_half_a_minute_of_training_on_the_cpu_beats_chance():
 
 
 @pytest.mark.parametrize("name", ["counting", "digits", "faces", "surfaces"])
-def test_splits_of_a_domain_share_no_picture(name, tmp_path):
+def test_splits_of_a_domain_share_no_picture(name: str, tmp_path: Path) -> None:
     domains.prepare(tmp_path, [name])
     seen = [
         {
@@ -196,7 +197,7 @@ def test_splits_of_a_domain_share_no_picture(name, tmp_path):
     assert not (seen[0] & seen[1] or seen[0] & seen[2] or seen[1] & seen[2])
 
 
-def test_shipped_adapter_lifts_its_domain(shipped, tmp_path):
+def test_shipped_adapter_lifts_its_domain(shipped: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 
     model, processor = shipped
@@ -209,7 +210,7 @@ def test_shipped_adapter_lifts_its_domain(shipped, tmp_path):
     assert np.mean(exact_match(base, processor, examples)) == before
 
 
-def test_card_is_made_from_the_log():
+def test_card_is_made_from_the_log() -> None:
     here = tiny.path().parent
     assert (here / "MODEL_CARD.md").read_text() == of_directory(here)
     assert Path(here / "MODEL_CARD.md").stat().st_size > 1000

@@ -6,16 +6,19 @@ streaming ``/generate`` refuses an unknown adapter with a status instead of an e
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from vlora_sgl import _sgl, seams
+from vlora_sgl.core import JsonDict
 from vlora_sgl.seams import Place
 
-admin = _sgl.auth_level(_sgl.AuthLevel.ADMIN_OPTIONAL)
+Handler = TypeVar("Handler", bound=Callable[..., object])
+admin: Callable[[Handler], Handler] = _sgl.auth_level(_sgl.AuthLevel.ADMIN_OPTIONAL)
 
 
 class ReloadRequest(BaseModel):
@@ -32,7 +35,7 @@ class PinRequest(BaseModel):
     pinned: bool = True
 
 
-async def list_adapters(request: Request) -> dict[str, Any]:
+async def list_adapters(request: Request) -> JsonDict:
     """Every loaded adapter, with the tier of its nearest copy: device, host or disk."""
     return {"adapters": await _manager(request).list_lora_adapters()}
 
@@ -77,7 +80,7 @@ async def generate(obj: _sgl.GenerateReqInput, request: Request) -> Any:
     return await _sgl.http_server.generate_request(obj, request)
 
 
-def mount(app: FastAPI) -> None:
+def mount(app: Any) -> None:
     """Put the routes in SGLang's application, before it starts.
 
     One by one: SGLang's guard looks for the admin mark in the application's own list, where FastAPI hides an included

@@ -10,7 +10,7 @@ import base64
 import io
 import json
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from starlette.middleware import Middleware
 
 from vlora_sgl import _sgl, seams
-from vlora_sgl.core import RequestParams
+from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.errors import HeadError, RequestError, VLoraError
 from vlora_sgl.heads.requests import describe
 from vlora_sgl.seams import Place
@@ -53,24 +53,24 @@ class VisionRequest(BaseModel):
 
 
 @router.post("/classify")
-async def classify(body: VisionRequest, request: Request) -> dict[str, Any]:
+async def classify(body: VisionRequest, request: Request) -> JsonDict:
     """One of the head's labels, with the probabilities of all."""
     return await _answer("classify", body, request)
 
 
 @router.post("/count")
-async def count(body: VisionRequest, request: Request) -> dict[str, Any]:
+async def count(body: VisionRequest, request: Request) -> JsonDict:
     """How many: the likeliest count and the expectation."""
     return await _answer("count", body, request)
 
 
 @router.post("/detect")
-async def detect(body: VisionRequest, request: Request) -> dict[str, Any]:
+async def detect(body: VisionRequest, request: Request) -> JsonDict:
     """Labelled boxes, as fractions of the image and in its pixels as they were sent."""
     return await _answer("detect", body, request)
 
 
-async def _answer(task: Task, body: VisionRequest, request: Request) -> dict[str, Any]:
+async def _answer(task: Task, body: VisionRequest, request: Request) -> JsonDict:
     serving = request.app.state.openai_serving_chat
     manager = serving.tokenizer_manager
     try:
@@ -124,7 +124,7 @@ def check_image_urls(urls: Iterable[str], hosts: Iterable[str]) -> None:
         raise RequestError(f"image {shown!r} is neither a data: URL nor on an allowed host ({known})")
 
 
-def in_pixels_sent(answer: dict[str, Any], urls: list[str]) -> dict[str, Any]:
+def in_pixels_sent(answer: JsonDict, urls: list[str]) -> JsonDict:
     """The answer with ``pixels`` in the images as they were sent, where those came with the request."""
     sizes = list(answer["image_sizes"])
     for index, url in enumerate(urls[: len(sizes)]):
@@ -138,7 +138,8 @@ def in_pixels_sent(answer: dict[str, Any], urls: list[str]) -> dict[str, Any]:
     return {**answer, "image_sizes": sizes, "boxes": boxes}
 
 
-Send = Callable[[Any], Awaitable[None]]
+Send = Callable[[JsonDict], Awaitable[None]]
+Receive = Callable[[], Awaitable[JsonDict]]
 
 
 class HeadParameter:
@@ -147,10 +148,10 @@ class HeadParameter:
     SGLang's request types drop or refuse a field they do not know, so it moves to where SGLang carries it first.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Callable[[JsonDict, Receive, Send], Awaitable[None]]) -> None:
         self.app = app
 
-    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Send) -> None:
+    async def __call__(self, scope: JsonDict, receive: Receive, send: Send) -> None:
         """Pass everything on; rewrite the body where it names a head."""
         if scope["type"] != "http" or scope["path"] not in ("/generate", "/v1/chat/completions"):
             await self.app(scope, receive, send)
@@ -166,7 +167,7 @@ class HeadParameter:
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
         given = False
 
-        async def again() -> Any:
+        async def again() -> JsonDict:
             nonlocal given
             if given:
                 return await receive()  # the client's hanging up

@@ -8,12 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vlora_sgl.core import RequestParams
+from vlora_sgl._sgl_types import LoRARef
+from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.errors import HeadError
 from vlora_sgl.heads.store import DESCRIPTION_FILE, KINDS, AdapterDescription, read_description
 
 
-def check_head_requests(obj: Any, asked: Sequence[RequestParams], adapters: Mapping[str, Any]) -> None:
+def check_head_requests(obj: Any, asked: Sequence[RequestParams], adapters: Mapping[str, LoRARef]) -> None:
     """Check every head that a generate request (or a batch of them) names, and ask for one token.
 
     Args:
@@ -53,7 +54,7 @@ def _describe(directory: str, changed: int | None) -> AdapterDescription:
     return read_description(directory) if Path(directory).is_dir() else AdapterDescription()
 
 
-def answer_text(answer: Mapping[str, Any]) -> str:
+def answer_text(answer: JsonDict) -> str:
     """A head's answer as the text of a completion: the label, the count, or the boxes as JSON."""
     if answer["kind"] == "classify":
         return str(answer["label"])

@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from vlora_sgl._sgl_types import Req, ScheduleBatch
+from vlora_sgl._sgl_types import GenerationBatchResult, MultimodalInputs, Req, ScheduleBatch
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import HeadError
 from vlora_sgl.heads.base import Grid
 from vlora_sgl.heads.worker import HeadRequest
@@ -27,11 +28,11 @@ class HeadScheduling:
         totals: requests of heads so far, and those of them whose answer was remembered.
     """
 
-    def __init__(self, hf_config: Any) -> None:
+    def __init__(self, hf_config: object) -> None:
         self.under_way: list[Req] = []
         self.totals = {"requests": 0, "remembered": 0}
         self._hf_config = hf_config
-        self._dense_results: OrderedDict[bytes, Any] = OrderedDict()
+        self._dense_results: OrderedDict[bytes, JsonDict] = OrderedDict()
 
     def arrived(self, req: Req) -> None:
         """Find the head that a new request means.
@@ -87,7 +88,7 @@ class HeadScheduling:
             last.filter_batch(keep_indices=[row for row, req in enumerate(last.reqs) if req not in self.under_way])
             running.batch_is_full = False
 
-    def finished(self, reqs: Sequence[Req], result: Any) -> None:
+    def finished(self, reqs: Sequence[Req], result: GenerationBatchResult) -> None:
         """A prefill has run: set the answers of its requests."""
         results = getattr(result, "head_results", None)
         if results is not None:
@@ -109,14 +110,14 @@ class HeadScheduling:
         digest.update(identity.elements(req.origin_input_ids)[: request.images[-1][1]].tobytes())
         return digest.digest()
 
-    def _remember(self, key: bytes, answer: Any) -> None:
+    def _remember(self, key: bytes, answer: JsonDict) -> None:
         self._dense_results[key] = answer
         self._dense_results.move_to_end(key)
         if len(self._dense_results) > DENSE_RESULTS:
             self._dense_results.popitem(last=False)
 
 
-def image_grids(multimodal_inputs: Any, hf_config: Any) -> tuple[tuple[int, int, Grid], ...]:
+def image_grids(multimodal_inputs: MultimodalInputs | None, hf_config: object) -> tuple[tuple[int, int, Grid], ...]:
     """Where each still image of a request stands in its prompt, and its cells.
 
     Args:
@@ -134,7 +135,7 @@ def image_grids(multimodal_inputs: Any, hf_config: Any) -> tuple[tuple[int, int,
         if grid is None or merge is None:
             raise HeadError("dense heads need a model whose image tokens form a grid (the Qwen2-VL family)")
         shapes = grid.reshape(-1, 3).tolist()
-        for (first, last), (_, height, width) in zip(item.offsets, shapes, strict=True):
+        for (first, last), (_, height, width) in zip(item.offsets or (), shapes, strict=True):
             cells = Grid(height // merge, width // merge, vision.patch_size * merge)
             if cells.cells != last + 1 - first:
                 raise HeadError(f"an image of {cells.cells} cells has {last + 1 - first} tokens in the prompt")

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import GenerationBatchResult, ModelRunner, ScheduleBatch
+from vlora_sgl.core import JsonDict
 from vlora_sgl.heads.base import Grid, VisionHead, grouped_linear
 from vlora_sgl.seams import Place, Places
 
@@ -32,7 +34,7 @@ class HeadRequest:
     head: VisionHead
     images: tuple[tuple[int, int, Grid], ...] = ()
     raw: Tensor | None = None
-    answer: Any = None
+    answer: JsonDict | None = None
 
     @property
     def dense(self) -> bool:
@@ -44,7 +46,7 @@ class HeadRequest:
         """Whether the forward pass must compute something for it."""
         return self.answer is None
 
-    def finish(self, raw: Tensor) -> dict[str, Any]:
+    def finish(self, raw: Tensor) -> JsonDict:
         """The answer, from all raw outputs on the CPU: [outputs], or for a dense head [prompt positions, outputs]."""
         if not self.dense:
             return self.head.postprocess(raw)
@@ -53,7 +55,7 @@ class HeadRequest:
         return merge_images(answers)
 
 
-def merge_images(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_images(answers: list[JsonDict]) -> JsonDict:
     """One answer from a dense head's answers for each image of a request."""
     boxes = [{"image": image, **box} for image, answer in enumerate(answers) for box in answer["boxes"]]
     sizes = [answer["image_size"] for answer in answers]
@@ -72,7 +74,7 @@ class HeadResults:
 
     requests: list[tuple[HeadRequest, torch.Size]] = field(default_factory=list)
     raw: Tensor | None = None
-    ready: Any = None
+    ready: torch.Event | None = None
 
     def deliver(self) -> None:
         """Wait for the copy and set every request's ``answer``."""
@@ -101,14 +103,16 @@ class HiddenStates:
         self.wanted = False
         self.kept: Tensor | None = None
 
-    def __call__(self, input_ids: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, input_ids: Any, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> GenerationBatchResult:
         """As the processor."""
         if self.wanted:
             self.kept = hidden_states
         return self.forward(input_ids, hidden_states, *args, **kwargs)
 
 
-def hidden_states(runner: Any) -> Places:
+def hidden_states(runner: ModelRunner) -> Places:
     """What keeps the hidden states that go into a model runner's logits processor."""
     processor = getattr(runner.model, "logits_processor", None)
     return [] if processor is None else [Place(processor, "forward", HiddenStates(processor.forward))]
@@ -117,7 +121,7 @@ def hidden_states(runner: Any) -> Places:
 class HeadWorker(_sgl.TpModelWorker):
     """SGLang's worker, which also runs the heads of a prefill batch, on the forward stream, after the model."""
 
-    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward_batch_generation(self, batch: ScheduleBatch, *args: object, **kwargs: object) -> GenerationBatchResult:
         """SGLang's result, with ``head_results`` on it when rows of the batch asked for heads."""
         rows = [
             (row, request)

@@ -16,13 +16,12 @@ from typing import Any, Literal, TypeVar, cast
 from tqdm import tqdm
 
 from vlora_sgl.core import AdapterId, JsonDict
-from vlora_sgl.errors import ProgramCancelled, ProgramError, VLoraError
+from vlora_sgl.errors import Location, ProgramCancelled, ProgramError, VLoraError
 from vlora_sgl.lang import _upstream as up
 from vlora_sgl.lang.ir import (
     AMBIENT,
     INHERIT,
     AdapterChoice,
-    Location,
     SglAdapter,
     SglHead,
     SglImages,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 from typing import Final, Literal
 
 from vlora_sgl.core import AdapterId
+from vlora_sgl.errors import Location
 from vlora_sgl.lang._upstream import ChoicesSamplingMethod, SglExpr, SglGen, SglSelect
 from vlora_sgl.lang.media import ImageSource, VideoSource
 
@@ -31,18 +31,6 @@ def effective(choice: AdapterChoice, fallback: AdapterId) -> AdapterId:
     """The adapter meant by a choice: itself, else that of the ``with`` block around, else ``fallback``."""
     chosen = AMBIENT.get() if choice is INHERIT else choice
     return fallback if chosen is INHERIT else chosen
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where in a user's program a statement stands."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} (in {self.function})"
 
 
 class SglAdapter(SglExpr):

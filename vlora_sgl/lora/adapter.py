@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.heads.store import AdapterDescription
 from vlora_sgl.lora.checkpoint import read_adapter
 from vlora_sgl.lora.layout import BaseLayout, layer_of
@@ -35,11 +36,11 @@ class AdapterBuilder:
 
     model: nn.Module
     hf_config: Any
-    load_config: Any
+    load_config: object
     backend: _sgl.BaseLoRABackend
     dtype: torch.dtype
 
-    def read(self, adapter_id: str, directory: Path) -> _sgl.LoRAAdapter:
+    def read(self, adapter_id: str, directory: Path) -> LoRAAdapter:
         """SGLang's ``LoRAAdapter`` with the weights stacked, in the pool's dtype; its ``report`` says what was found.
 
         Raises:
@@ -98,7 +99,7 @@ def engine_layout(model: nn.Module) -> BaseLayout:
     return BaseLayout.from_modules(linears, embeddings)
 
 
-def content_digest(adapter: _sgl.LoRAAdapter, description: AdapterDescription) -> str:
+def content_digest(adapter: LoRAAdapter, description: AdapterDescription) -> str:
     """Digest of a loaded adapter: what the engine holds, not what its files say by now.
 
     Args:

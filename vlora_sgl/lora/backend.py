@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -187,7 +186,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
     name = "atmm"
     supports_prefill_cuda_graph = True
 
-    def __init__(self, max_loras_per_batch: int, device: torch.device, **_: Any) -> None:
+    def __init__(self, max_loras_per_batch: int, device: torch.device, **_: object) -> None:
         super().__init__(max_loras_per_batch, torch.device(device))
         self.graph_tables: GraphTables | None = None
         self.prefill_tables: dict[int, GraphTables] = {}
@@ -287,11 +286,11 @@ class AtmmBackend(_sgl.BaseLoRABackend):
 
     # What it does not serve
 
-    def run_lora_a_sgemm(self, x: torch.Tensor, weights: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def run_lora_a_sgemm(self, x: torch.Tensor, weights: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Reached only from layers that ``lora.layers`` does not replace: lm_head."""
         raise ConfigError("--lora-backend atmm serves linear layers, not lm_head; use --lora-backend csgmv")
 
-    def run_lora_a_embedding(self, *_: Any, **__: Any) -> torch.Tensor:
+    def run_lora_a_embedding(self, *_: object, **__: object) -> torch.Tensor:
         """Reached only from adapted input embeddings."""
         raise ConfigError("--lora-backend atmm serves linear layers, not embeddings; use --lora-backend csgmv")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlora_sgl.core import AdapterId
+from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import ConfigError
 
 MANIFEST = "vlora_export.json"
@@ -67,7 +67,7 @@ def read_exported(model: str | Path) -> ExportedModel | None:
     return ExportedModel(directory, data["hot"]["name"], adapters)
 
 
-def adapter_options(model: str | Path, given: bool) -> dict[str, Any]:
+def adapter_options(model: str | Path, given: bool) -> JsonDict:
     """``ServerArgs`` that serve an exported model's adapters; none for other models, or where some are ``given``."""
     exported = read_exported(model) if model and not given else None
     return {} if exported is None else {"enable_lora": True, "lora_paths": exported.lora_paths()}

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from vlora_sgl._sgl_types import ForwardBatch
 from vlora_sgl.core import AdapterId
 
 
@@ -25,7 +25,7 @@ def split_row(adapter: AdapterId, start: int, length: int, invocation_start: int
     return [part for part in ((None, before), (adapter, length - before)) if part[1]]
 
 
-def split_batch(forward_batch: Any, invocation_starts: Sequence[int]) -> Any:
+def split_batch(forward_batch: ForwardBatch, invocation_starts: Sequence[int]) -> ForwardBatch:
     """The batch with every row split at its invocation start; the batch itself where no row has anything to split.
 
     Args:

@@ -19,6 +19,12 @@ from vlora_sgl.kernels.atmm import on_kernels
 from vlora_sgl.kernels.atmm.launch import MAX_PARTS
 from vlora_sgl.seams import Place, Places
 
+Output = tuple[torch.Tensor, torch.Tensor | None]
+"""Of a linear layer, with the bias that it has skipped."""
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]
+"""What ``atmm`` takes after ``y``: x, a, b, offsets."""
+
 
 class _Atmm:
     """What the layers below share; ``set_lora_info`` reads the operands once."""
@@ -58,7 +64,7 @@ class _Atmm:
             return backend.linear(x, base.weight, bias, self.a, self.b, self.offsets)
         return backend.add(base.quant_method.apply(base, x, bias), x, self.a, self.b, self.offsets)
 
-    def column_forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def column_forward(self, x: torch.Tensor) -> Output:
         """A column-parallel or replicated linear: (output, bias that was skipped)."""
         base = self.base_layer
         y = self.project(x, self.own_bias)
@@ -70,7 +76,7 @@ class _Atmm:
 class AtmmColumnLinear(_Atmm, _sgl.ColumnParallelLinearWithLoRA):
     """One column-parallel projection."""
 
-    def forward(self, input_: torch.Tensor) -> Any:
+    def forward(self, input_: torch.Tensor) -> Output:
         return self.column_forward(input_) if self.lora_active else super().forward(input_)
 
 
@@ -81,7 +87,7 @@ class DeferredAdapters:
     """
 
     def __init__(self) -> None:
-        self._left: tuple[torch.Tensor, tuple[Any, ...]] | None = None
+        self._left: tuple[torch.Tensor, Operands] | None = None
 
     def check_taken(self) -> None:
         """Refuse to go on where an output lacks its adapters.
@@ -95,12 +101,12 @@ class DeferredAdapters:
                 "not call the activation that was to add it"
             )
 
-    def leave(self, y: torch.Tensor, *operands: Any) -> None:
+    def leave(self, y: torch.Tensor, operands: Operands) -> None:
         """Leave the adapters' part of ``y``, given by the operands of ``atmm`` after it."""
         self.check_taken()
         self._left = y, operands
 
-    def take(self, y: torch.Tensor) -> tuple[Any, ...] | None:
+    def take(self, y: torch.Tensor) -> Operands | None:
         """The operands left for ``y``, or ``None`` where none were left.
 
         Raises:
@@ -132,10 +138,10 @@ class AtmmMergedColumnLinear(_Atmm, _sgl.MergedColumnParallelLinearWithLoRA):
         if self.deferred is None or not self.lora_backend.defers_activation:
             return super().project(x, bias)
         y: torch.Tensor = self.base_layer.quant_method.apply(self.base_layer, x, bias)
-        self.deferred.leave(y, x, self.a, self.b, self.offsets)
+        self.deferred.leave(y, (x, self.a, self.b, self.offsets))
         return y
 
-    def forward(self, input_: torch.Tensor) -> Any:
+    def forward(self, input_: torch.Tensor) -> Output:
         if self.deferred is not None:
             self.deferred.check_taken()
         return self.column_forward(input_) if self.lora_active else super().forward(input_)
@@ -154,7 +160,7 @@ class AtmmSiluAndMul(nn.Module):
         self.base_layer, self.lora_backend = base_layer, linear.lora_backend
         self.deferred = linear.deferred = DeferredAdapters()
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         operands = self.deferred.take(x)
         return self.base_layer(x) if operands is None else self.lora_backend.silu_and_mul(x, *operands)
 
@@ -162,14 +168,14 @@ class AtmmSiluAndMul(nn.Module):
 class AtmmQKVLinear(_Atmm, _sgl.QKVParallelLinearWithLoRA):
     """q, k and v of unequal widths."""
 
-    def forward(self, input_: torch.Tensor) -> Any:
+    def forward(self, input_: torch.Tensor) -> Output:
         return self.column_forward(input_) if self.lora_active else super().forward(input_)
 
 
 class AtmmReplicatedLinear(_Atmm, _sgl.ReplicatedLinearWithLoRA):
     """A linear that every rank holds whole."""
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> Output:
         return self.column_forward(x) if self.lora_active else super().forward(x)
 
 
@@ -181,7 +187,7 @@ class AtmmRowLinear(_Atmm, _sgl.RowParallelLinearWithLoRA):
         """The first rank's; the sum over ranks must have it once."""
         return None if self.base_layer.tp_rank > 0 else super().own_bias
 
-    def forward(self, input_: torch.Tensor, skip_all_reduce: bool = False, forward_batch: Any = None) -> Any:
+    def forward(self, input_: torch.Tensor, skip_all_reduce: bool = False, forward_batch: object = None) -> Output:
         base = self.base_layer
         if not self.lora_active or not base.input_is_parallel:
             return super().forward(input_, skip_all_reduce, forward_batch)

@@ -17,6 +17,7 @@ from vlora_sgl.errors import AdapterError, ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PretrainedConfig
 
 # Module names that only wrap the language model; they carry no meaning of their own.
 _WRAPPERS = frozenset(
@@ -127,7 +128,7 @@ class BaseLayout:
         return cls(shapes, fused, max(layers, default=-1) + 1, paths, tuple(others))
 
     @classmethod
-    def from_config(cls, config: Any) -> BaseLayout:
+    def from_config(cls, config: PretrainedConfig) -> BaseLayout:
         """The layout of the transformers model that ``config`` describes, built without memory (meta device)."""
         return cls.from_model(empty_model(config))
 
@@ -183,18 +184,18 @@ class BaseLayout:
             raise AdapterError(f"{key}: layer {layer} is past the depth of this model ({self.num_layers} layers)")
 
 
-def empty_model(config: Any) -> nn.Module:
+def empty_model(config: PretrainedConfig) -> nn.Module:
     """The transformers model of ``config`` with weights on the meta device, the class chosen as its config asks."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     with torch.device("meta"):
         return auto.from_config(config)
 
 
-def _part_sizes(path: str, out: int, text_config: Any) -> tuple[int, ...]:
+def _part_sizes(path: str, out: int, text_config: PretrainedConfig) -> tuple[int, ...]:
     """Output sizes of the parts of a projection that the transformers model itself keeps stacked (Phi-3 and kin)."""
     leaf = path.rpartition(".")[2]
     if leaf == "gate_up_proj":

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TypeVar
+
+from vlora_sgl.core import JsonDict
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class LoadReport:
         """The largest rank over the modules: what a device slot must hold."""
         return max(self.ranks, default=0)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """The report as JSON-ready values."""
         return {**asdict(self), "max_rank": self.max_rank}
 
@@ -59,6 +64,6 @@ class LoadReport:
         return "; ".join((text, *self.notes))
 
 
-def count(values: Any) -> dict[Any, int]:
+def count(values: Iterable[T]) -> dict[T, int]:
     """Occurrences of each value, the values in order."""
     return dict(sorted(Counter(values).items()))

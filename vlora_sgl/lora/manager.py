@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from vlora_sgl import _sgl, seams
-from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode
+from vlora_sgl._sgl_types import ForwardBatch, LoRAConfig, LoRARef
+from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 from vlora_sgl.kernels.atmm.row_routing import Run, is_dense
@@ -50,7 +51,7 @@ class PrefillGraphs(Protocol):
 
     variant: str | None
 
-    def tokens_of(self, forward_batch: Any) -> int | None:
+    def tokens_of(self, forward_batch: ForwardBatch) -> int | None:
         """Tokens of the graph that this batch captures or will replay; ``None`` if it runs eagerly or decodes."""
 
 
@@ -68,7 +69,7 @@ class VLoraManager(_sgl.LoRAManager):
     _prefill_graphs: PrefillGraphs | None = None
     token_routing: TokenRouting | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._routes_rows = kwargs.get("lora_backend") == ROUTING_BACKEND
         self._vlora = vlora = VLoraArgs.from_environment()
         self.slot_ranks = vlora.slot_ranks
@@ -120,7 +121,7 @@ class VLoraManager(_sgl.LoRAManager):
         """Whether any of these is a routed adapter."""
         return self._store.has_routed(adapters)
 
-    def _load_lora_adapter(self, lora_ref: _sgl.LoRARef) -> Any:
+    def _load_lora_adapter(self, lora_ref: LoRARef) -> Any:
         """Load an adapter, or pin or unpin one.
 
         The reply of a success carries the load report in ``error_message``; the tokenizer manager moves it to a field
@@ -135,16 +136,16 @@ class VLoraManager(_sgl.LoRAManager):
         logger.info("adapter %s: %s", lora_ref.lora_name, report or f"pinned: {bool(lora_ref.pinned)}")
         return self.create_lora_update_result(success=True, error_message=report)
 
-    def load_lora_weights_from_tensors(self, lora_ref: _sgl.LoRARef, tensors: dict[str, torch.Tensor]) -> None:
+    def load_lora_weights_from_tensors(self, lora_ref: LoRARef, tensors: dict[str, torch.Tensor]) -> None:
         """Load weights; an adapter that comes as tensors has no heads."""
         super().load_lora_weights_from_tensors(lora_ref, tensors)
         self._store.describe(self.loras[lora_ref.lora_id])
 
-    def validate_new_adapter(self, lora_config: _sgl.LoRAConfig, lora_ref: _sgl.LoRARef) -> None:
+    def validate_new_adapter(self, lora_config: LoRAConfig, lora_ref: LoRARef) -> None:
         """Whether the pool can hold an adapter (``AdapterStore.check``)."""
         self._store.check(lora_config, lora_ref)
 
-    def _unload_lora_adapter(self, lora_ref: _sgl.LoRARef) -> Any:
+    def _unload_lora_adapter(self, lora_ref: LoRARef) -> Any:
         if self._store.unload_routed(lora_ref.lora_id):
             return self.create_lora_update_result(success=True)
         self._merger.forget(lora_ref.lora_id)
@@ -155,7 +156,7 @@ class VLoraManager(_sgl.LoRAManager):
             self._store.forget(lora_ref.lora_id)
         return result
 
-    def adapter_state(self) -> dict[str, dict[str, Any]]:
+    def adapter_state(self) -> dict[str, JsonDict]:
         """What ``/server_info`` shows of every adapter in memory, by id."""
         return self._store.state()
 
@@ -202,7 +203,7 @@ class VLoraManager(_sgl.LoRAManager):
                 "SGLANG_EXPERIMENTAL_LORA_OPTI"
             )
 
-    def pool_state(self) -> dict[str, Any]:
+    def pool_state(self) -> JsonDict:
         """What the device slots are: the rank of each, and the bytes of all on this rank."""
         return self.memory_pool.state()
 
@@ -301,7 +302,7 @@ class VLoraManager(_sgl.LoRAManager):
         wanted = self._store.holders({*new_loras, None, self.plan.merged_adapter})
         super().fetch_new_loras(wanted, self._store.holders(running_loras or ()))
 
-    def prepare_lora_batch(self, forward_batch: Any) -> None:
+    def prepare_lora_batch(self, forward_batch: ForwardBatch) -> None:
         """Switch weights as planned, and tell the backend which rows apply which slots.
 
         A batch whose rows all run on the weights as they are (all of the merged adapter, or all base on base weights)
@@ -329,7 +330,7 @@ class VLoraManager(_sgl.LoRAManager):
                 return variant
         return self._prefill_graphs.variant if self._prefill_graphs is not None else None
 
-    def _route(self, batch: Any, runs: list[Run], kernels: bool) -> None:
+    def _route(self, batch: ForwardBatch, runs: list[Run], kernels: bool) -> None:
         if not kernels:
             self.lora_backend.reset_batch_state()
         elif self._routes_rows:
@@ -339,7 +340,7 @@ class VLoraManager(_sgl.LoRAManager):
         else:
             super().prepare_lora_batch(batch)
 
-    def _in_graph(self, batch: Any) -> bool:
+    def _in_graph(self, batch: ForwardBatch) -> bool:
         """Whether a captured graph will run this batch."""
         fits = batch.batch_size <= getattr(self, "max_bs_in_cuda_graph", 0)
         return bool(fits and batch.forward_mode.is_cuda_graph()) and not self.exceeds_graph(batch)
@@ -348,11 +349,11 @@ class VLoraManager(_sgl.LoRAManager):
         """From now on prefills are captured and replayed by ``graphs``."""
         self._prefill_graphs = graphs
 
-    def exceeds_graph(self, forward_batch: Any) -> bool:
+    def exceeds_graph(self, forward_batch: ForwardBatch) -> bool:
         """Whether a batch has routed adapters but more rows than a captured graph can route."""
         return self.token_routing is not None and self.token_routing.exceeds_graph(forward_batch)
 
-    def can_use_prefill_cuda_graph(self, forward_batch: Any) -> bool:
+    def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
         """SGLang's verdict; a prefill with routed rows runs eagerly: its tiles depend on what the router says."""
         return super().can_use_prefill_cuda_graph(forward_batch) and not self.has_routed(forward_batch.lora_ids)
 
@@ -367,7 +368,7 @@ class VLoraManager(_sgl.LoRAManager):
         """Take the present weights as the base model's, after they were updated."""
         self._merger.rebase()
 
-    def mode_state(self) -> dict[str, Any]:
+    def mode_state(self) -> JsonDict:
         """What ``/server_info`` shows: the merged adapter's name, and the count and seconds of switches by kind."""
         switcher, merged = self._merger.switcher, self.merged
         if switcher is None:
@@ -382,7 +383,7 @@ class VLoraManager(_sgl.LoRAManager):
         model = self.base_model
         everything = model.named_modules
 
-        def language_model_only(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        def language_model_only(*args: object, **kwargs: object) -> Iterator[tuple[str, Any]]:
             return ((name, module) for name, module in everything(*args, **kwargs) if not _TOWERS.search(name))
 
         row = "LoRAManager.init_lora_modules.named_modules"

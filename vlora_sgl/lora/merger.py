@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.kernels.merge import MergeTable, MergeTarget
 from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher, base_copies
-from vlora_sgl.lora.packed import PackedPool
+from vlora_sgl.lora.packed import Layers, PackedPool
 from vlora_sgl.lora.row_routing import RowRouting
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,10 @@ class Merger:
 
     def __init__(
         self,
-        adapters: Mapping[str, _sgl.LoRAAdapter],
+        adapters: Mapping[str, LoRAAdapter],
         pool: PackedPool,
         rows: RowRouting,
-        modules: Sequence[Mapping[str, Any]],
+        modules: Layers,
         target_modules: set[str],
         device: torch.device,
         copy: str | None,
@@ -55,7 +56,7 @@ class Merger:
         self._forward_stream: torch.cuda.Stream | None = None
         self.switcher = None if copy is None else self._make_switcher(modules, copy)
 
-    def _make_switcher(self, layers: Sequence[Mapping[str, Any]], copy: str) -> ModeSwitcher | None:
+    def _make_switcher(self, layers: Layers, copy: str) -> ModeSwitcher | None:
         modules: list[tuple[str, str, Any]] = []
         for layer in layers:
             for name, module in layer.items():

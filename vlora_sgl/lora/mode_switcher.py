@@ -12,11 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from vlora_sgl.core import AdapterId
+from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.kernels.merge import MergeTable
 
 
@@ -52,7 +51,7 @@ class _Timer:
     """Times work on a stream without waiting for it: events, read once they are done."""
 
     device: torch.device
-    pending: deque[tuple[SwitchCounter, Any, Any]] = field(default_factory=deque)
+    pending: deque[tuple[SwitchCounter, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
 
     def run(self, counter: SwitchCounter, work: Callable[[], None]) -> None:
         counter.count += 1
@@ -136,7 +135,7 @@ class ModeSwitcher:
             raise RuntimeError(f"cannot take weights as the base model's while {self._merged.adapter} is merged")
         self.table.refresh_base()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonDict:
         """Merged adapter and counters, as JSON values. Times of switches still running are not in yet."""
         self._timer.collect()
         return {

@@ -21,13 +21,17 @@ from typing import Any, NamedTuple
 import torch
 
 from vlora_sgl import _sgl, seams
-from vlora_sgl.core import AdapterId
+from vlora_sgl._sgl_types import LoRAAdapter
+from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.lora.slot_residency import SlotResidency
 
 # The staging buffer is device memory that caches nothing: large enough for the bus to be what a load waits for.
 STAGING_BYTES = 64 << 20
 # In elements: matrices begin where vectorized copies can begin.
 _ALIGN = 64
+
+Layers = Sequence[JsonDict]
+"""The modules that SGLang has wrapped, by layer and name."""
 
 
 class Weight(NamedTuple):
@@ -121,8 +125,8 @@ class PackedPool(_sgl.LoRAMemoryPool):
         everything = [buffer for buffers in (self.A_buffer, self.B_buffer) for buffer in buffers.values()]
         linear = bool(everything) and all(matrix.ndim == 3 for layers in everything for matrix in layers)
         self.packs = linear and not _sgl.dense_lora_b
-        self._layouts: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
-        self._stream: Any = None
+        self._layouts: weakref.WeakValueDictionary[tuple[object, ...], Layout] = weakref.WeakValueDictionary()
+        self._stream: torch.cuda.Stream | None = None
         if self.packs:
             weights = [Weight(side, kind, i) for side in "AB" for kind in self.A_buffer for i in range(self.num_layer)]
             largest = self._layout(weights, self.max_lora_rank)
@@ -131,12 +135,12 @@ class PackedPool(_sgl.LoRAMemoryPool):
             device = next(matrix.device for layers in everything for matrix in layers)
             self.staging = torch.empty(max(sizes), dtype=self.dtype, device=device)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonDict:
         """For ``/server_info``: the rank of each slot, and the bytes of all on this rank."""
         tensors = [t for buffers in (self.A_buffer, self.B_buffer) for layers in buffers.values() for t in layers]
         return {"ranks": list(self.ranks), "bytes": sum(t.untyped_storage().nbytes() for t in tensors)}
 
-    def pack(self, adapter: Any, lora_modules: Sequence[Mapping[str, Any]]) -> Packed:
+    def pack(self, adapter: LoRAAdapter, lora_modules: Layers) -> Packed:
         """Lay an adapter's linear layers out in one piece of host memory, pinned where there is a GPU; once.
 
         Its own weights become views of that, so that nothing is held twice: this rank's part of them.
@@ -163,9 +167,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
         adapter.packed = packed = Packed(layout, buffer)
         return packed
 
-    def _write(
-        self, views: Mapping[Weight, torch.Tensor], adapter: Any, lora_modules: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _write(self, views: Mapping[Weight, torch.Tensor], adapter: LoRAAdapter, lora_modules: Layers) -> None:
         """SGLang's load of an adapter's linear layers, with these matrices for a slot."""
         slot: Any = copy.copy(self)
         nothing = torch.empty(1, 1, device="meta")  # takes the zeros of what the adapter lacks
@@ -180,7 +182,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
         _sgl.LoRAMemoryPool.load_lora_weight_to_buffer(slot, adapter.uid, 0, linears, lora_modules, None, None)
 
     def load_lora_weight_to_buffer(
-        self, uid: AdapterId, buffer_id: int, lora_adapter: Any, lora_modules: Any, *embeddings: Any
+        self, uid: AdapterId, buffer_id: int, lora_adapter: Any, lora_modules: Layers, *embeddings: object
     ) -> None:
         """Fill a slot; ``uid`` ``None`` clears it for the base model."""
         if uid is None or not self.packs:
@@ -214,7 +216,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
     def _kind(self, name: str) -> str:
         return str(_sgl.get_target_module_name(name, self.target_modules))
 
-    def _wrapped(self, lora_modules: Sequence[Mapping[str, Any]]) -> set[Weight]:
+    def _wrapped(self, lora_modules: Layers) -> set[Weight]:
         """The matrices that layers of this model read."""
         return {
             Weight(side, self._kind(name), number)
@@ -242,7 +244,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
         return layout
 
     def _route(
-        self, layout: Layout, slot: int, rank: int, lora_modules: Sequence[Mapping[str, Any]]
+        self, layout: Layout, slot: int, rank: int, lora_modules: Layers
     ) -> tuple[list[Move], list[torch.Tensor]]:
         moves = []
         for first, last in layout.pieces(len(self.staging)):

@@ -6,11 +6,12 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.layout import canonical_name
 
@@ -36,6 +37,8 @@ _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 # Options that only matter while training, whatever their value.
 _TRAINING_ONLY = frozenset({"loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"})
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class PeftLoraConfig:
@@ -57,7 +60,7 @@ class PeftLoraConfig:
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, float]
     modules_to_save: tuple[str, ...]
-    raw: dict[str, Any]
+    raw: JsonDict
 
     @classmethod
     def read(cls, directory: Path) -> PeftLoraConfig:
@@ -78,7 +81,7 @@ class PeftLoraConfig:
         return cls.from_dict(raw, str(path))
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], source: str = CONFIG_NAME) -> PeftLoraConfig:
+    def from_dict(cls, raw: JsonDict, source: str = CONFIG_NAME) -> PeftLoraConfig:
         """Checks a configuration that was already read; ``source`` names it in messages.
 
         Raises:
@@ -124,7 +127,7 @@ class PeftLoraConfig:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def _lookup(pattern: dict[str, Any], path: str, default: Any) -> Any:
+def _lookup(pattern: dict[str, T], path: str, default: T) -> T:
     """PEFT's pattern lookup on the path as saved, then on the canonical name (keys may be re-prefixed)."""
     for candidate in (path, canonical_name(path) or path):
         key = get_pattern_key(list(pattern), candidate)
@@ -133,14 +136,14 @@ def _lookup(pattern: dict[str, Any], path: str, default: Any) -> Any:
     return default
 
 
-def _table(raw: dict[str, Any], option: str) -> list[tuple[str, Any]]:
+def _table(raw: JsonDict, option: str) -> list[tuple[str, Any]]:
     value = raw.get(option) or {}
     if not isinstance(value, dict):
         raise TypeError(f"{option} must be an object, got {value!r}")
     return list(value.items())
 
 
-def _positive(value: Any, what: str) -> int:
+def _positive(value: object, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{what} must be a positive integer, got {value!r}")
     return value

@@ -20,7 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import LoRAAdapter, LoRARef
 from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.lora.packed import PackedPool
@@ -100,7 +103,7 @@ class SizedPool(PackedPool):
         options: SGLang's.
     """
 
-    buffer_id_to_uid: list[Any]
+    buffer_id_to_uid: list[object]
     uid_to_buffer_id: dict[AdapterId, int]
 
     def __init__(self, slot_ranks: Sequence[int], **options: Any) -> None:
@@ -109,7 +112,7 @@ class SizedPool(PackedPool):
         places = [sum(ranks[:slot]) // SLOT_UNIT for slot in range(len(ranks))]
         super().__init__(**{**options, "max_lora_rank": ranks[-1], "ranks": ranks, "places": places})
 
-    def init_buffers(self, base_model: Any) -> None:
+    def init_buffers(self, base_model: nn.Module) -> None:
         """One tensor per module, and the overlapping views that the layers see."""
         super().init_buffers(base_model)
         if self.embedding_A_buffer or self.lm_head_A_buffer or any(t[0].ndim != 3 for t in self.A_buffer.values()):
@@ -125,12 +128,16 @@ class SizedPool(PackedPool):
                 for b in self.B_buffer[name]
             ]
 
-    def get_lora_A_shape(self, module_name: str, base_model: Any, max_lora_dim: int, layer_idx: int) -> Any:
+    def get_lora_A_shape(
+        self, module_name: str, base_model: nn.Module, max_lora_dim: int, layer_idx: int
+    ) -> tuple[int, ...]:
         """All slots behind each other, as if one slot had all their ranks."""
         shape = super().get_lora_A_shape(module_name, base_model, self.total_rank, layer_idx)
         return (1, *shape[1:])
 
-    def get_lora_B_shape(self, module_name: str, base_model: Any, max_lora_dim: int, layer_idx: int) -> Any:
+    def get_lora_B_shape(
+        self, module_name: str, base_model: nn.Module, max_lora_dim: int, layer_idx: int
+    ) -> tuple[int, ...]:
         """All slots beside each other, as if one slot had all their ranks."""
         shape = super().get_lora_B_shape(module_name, base_model, self.total_rank, layer_idx)
         return (1, *shape[1:])
@@ -138,11 +145,11 @@ class SizedPool(PackedPool):
     def prepare_lora_batch(
         self,
         cur_uids: set[AdapterId],
-        lora_adapters: Mapping[str, Any],
-        lora_modules: Any,
-        lora_refs: Mapping[str, Any],
-        lora_embed_tokens_module: Any,
-        lora_lm_head_module: Any,
+        lora_adapters: Mapping[str, LoRAAdapter],
+        lora_modules: Sequence[Mapping[str, object]],
+        lora_refs: Mapping[str, LoRARef],
+        lora_embed_tokens_module: object,
+        lora_lm_head_module: object,
     ) -> None:
         """Give every adapter of ``cur_uids`` a slot. Pinned ones keep theirs, or move."""
         # Sorted: all tensor-parallel ranks must do the same.

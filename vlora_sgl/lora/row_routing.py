@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import ForwardBatch, LoRAAdapter
 from vlora_sgl.core import AdapterId, row_pairs
 from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.kernels.atmm import Pairs
@@ -26,7 +26,7 @@ class RowRouting:
     def __init__(
         self,
         pool: _sgl.LoRAMemoryPool,
-        adapters: Mapping[str, _sgl.LoRAAdapter],
+        adapters: Mapping[str, LoRAAdapter],
         routed: Mapping[str, LoadedRouted],
     ) -> None:
         self._pool, self._adapters, self._routed = pool, adapters, routed
@@ -52,7 +52,7 @@ class RowRouting:
             return (*((self.slot_of(uid), 0.0) for uid in routed.members), *self.pairs_of(None, merged))
         return tuple((self.slot_of(uid), weight) for uid, weight in row_pairs(adapter, merged))
 
-    def runs_of(self, forward_batch: Any, merged: AdapterId) -> list[Run]:
+    def runs_of(self, forward_batch: ForwardBatch, merged: AdapterId) -> list[Run]:
         """One run for each row of a batch (SGLang's ``ForwardBatch``, split at invocation starts)."""
         pairs = (self.pairs_of(adapter, merged) for adapter in forward_batch.lora_ids)
         return list(zip(pairs, row_lengths(forward_batch), strict=True))

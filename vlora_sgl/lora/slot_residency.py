@@ -8,10 +8,9 @@ that all tensor-parallel ranks evict alike.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable
 
-from vlora_sgl.core import AdapterId
+from vlora_sgl.core import AdapterId, JsonDict
 
 
 class SlotResidency:
@@ -77,7 +76,7 @@ class SlotResidency:
         if uid is not None:
             self._resident.pop(uid, None)
 
-    def state(self) -> Mapping[str, Any]:
+    def state(self) -> JsonDict:
         """Figures for ``/server_info`` and the metrics."""
         return {
             "resident": len(self._resident),

@@ -8,19 +8,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from vlora_sgl import _sgl
-from vlora_sgl.core import AdapterId
+from vlora_sgl._sgl_types import LoRAAdapter, LoRAConfig, LoRARef
+from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import AdapterDescription, load_heads, read_description
 from vlora_sgl.lora.access import allowed_directory
 from vlora_sgl.lora.adapter import AdapterBuilder, content_digest
 from vlora_sgl.lora.layout import is_tower
-from vlora_sgl.lora.packed import PackedPool
+from vlora_sgl.lora.packed import Layers, PackedPool
 from vlora_sgl.lora.pool import fits
 from vlora_sgl.routed.router_tables import RouterTables
 from vlora_sgl.routed.rows import LoadedRouted
@@ -63,9 +62,9 @@ class AdapterStore:
 
     def __init__(
         self,
-        adapters: dict[str, _sgl.LoRAAdapter],
-        configs: dict[str, _sgl.LoRAConfig],
-        refs: dict[str, _sgl.LoRARef],
+        adapters: dict[str, LoRAAdapter],
+        configs: dict[str, LoRAConfig],
+        refs: dict[str, LoRARef],
         *,
         builder: AdapterBuilder,
         device: torch.device,
@@ -77,12 +76,12 @@ class AdapterStore:
         self._builder, self._device, self._roots = builder, device, roots
         self._slots, self._slot_ranks = slots, slot_ranks
         self._pool: PackedPool | None = None
-        self._modules: Sequence[Mapping[str, Any]] = ()
+        self._modules: Layers = ()
         self._router_tables: RouterTables | None = None
         self.described: dict[str, DescribedAdapter] = {}
         self.routed: dict[str, LoadedRouted] = {}
 
-    def serve(self, pool: PackedPool, modules: Sequence[Mapping[str, Any]]) -> None:
+    def serve(self, pool: PackedPool, modules: Layers) -> None:
         """Take the slots and the wrapped modules by layer, and lay out for them the adapters that were loaded before.
 
         Those are of the command line: the operator's own. The roots bound what clients ask for later.
@@ -97,7 +96,7 @@ class AdapterStore:
 
     # Loading
 
-    def load(self, ref: _sgl.LoRARef) -> str:
+    def load(self, ref: LoRARef) -> str:
         """Load an adapter or a routed adapter, or pin or unpin one that is loaded; the report, empty for a pin.
 
         Raises:
@@ -112,7 +111,7 @@ class AdapterStore:
         self._refs[ref.lora_id] = ref
         return report
 
-    def _load_files(self, ref: _sgl.LoRARef) -> str:
+    def _load_files(self, ref: LoRARef) -> str:
         directory = allowed_directory(ref.lora_path, self._roots if self._pool is not None else ())
         adapter = self._builder.read(ref.lora_id, directory)
         self.check(adapter.config, ref)
@@ -124,7 +123,7 @@ class AdapterStore:
 
     def describe(
         self,
-        adapter: _sgl.LoRAAdapter,
+        adapter: LoRAAdapter,
         description: AdapterDescription | None = None,
         heads: Mapping[str, VisionHead] | None = None,
     ) -> None:
@@ -135,7 +134,7 @@ class AdapterStore:
         self._pack(adapter)  # after the digest: it keeps this tensor-parallel rank's part of the weights only
         self.described[adapter.uid] = DescribedAdapter(description, heads or {}, digest, digest if sees else None)
 
-    def _pack(self, adapter: _sgl.LoRAAdapter) -> None:
+    def _pack(self, adapter: LoRAAdapter) -> None:
         if self._pool is None:
             return
         if self._pool.packs:
@@ -143,7 +142,7 @@ class AdapterStore:
         if torch.cuda.is_available():
             adapter.pin_weights_in_cpu()  # of embeddings and experts: what is packed is pinned
 
-    def _load_routed(self, ref: _sgl.LoRARef) -> str:
+    def _load_routed(self, ref: LoRARef) -> str:
         if self._router_tables is None:
             raise AdapterError(
                 "no room for routed adapters: they need --lora-backend atmm and --vlora-max-routed above 0, and come "
@@ -202,7 +201,7 @@ class AdapterStore:
 
     # What fits
 
-    def check(self, config: _sgl.LoRAConfig, ref: _sgl.LoRARef) -> None:
+    def check(self, config: LoRAConfig, ref: LoRARef) -> None:
         """Whether the pool can hold an adapter. Names are the front's: a replacement has its predecessor's.
 
         Raises:
@@ -258,7 +257,7 @@ class AdapterStore:
         ranks = [self._adapters[uid].config.r for uid in {*adapters, *self.pinned} if uid is not None]
         return not self._slot_ranks or fits(ranks, self._slot_ranks)
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, JsonDict]:
         """Of every adapter in memory, by id: its slot (``None``: host memory only), rank, bytes, digest."""
         assert self._pool is not None
         return {

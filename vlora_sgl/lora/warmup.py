@@ -52,7 +52,7 @@ class Linear:
     bias: torch.Tensor | None
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """Equal for linears whose kernels are the same."""
         a, b = self.a, self.b
         return self.offsets, a.shape, a.stride(), b.shape, b.stride(), a.dtype, self.ends, self.bias is not None
@@ -65,7 +65,7 @@ class Linear:
 
 def wrapped_linears(manager: Any) -> list[Linear]:
     """One of each kind that a LoRA manager has wrapped for the operator."""
-    found: dict[tuple[Any, ...], Linear] = {}
+    found: dict[tuple[object, ...], Linear] = {}
     for layer in manager.lora_modules:
         for module in layer.values():
             if hasattr(module, "fusible"):
@@ -134,9 +134,9 @@ class _Compiler:
     """
 
     def __init__(self) -> None:
-        self.kernels: set[Any] = set()
+        self.kernels: set[tuple[object, ...]] = set()
 
-    def __call__(self, function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    def __call__(self, function: Any, grid: tuple[int, ...], *args: Any, **options: object) -> None:
         sizes = (value for value in args if isinstance(value, int))
         name = function.__name__, args[0].dtype, *sizes, *options.values()
         if name not in self.kernels:
@@ -147,6 +147,6 @@ class _Compiler:
                 logger.warning("%s does not fit this device: %s", function.__name__, error)
 
 
-def load(compiled: Any) -> Any:
+def load(compiled: Any) -> object:
     """Have Triton load a compiled kernel, and build its launcher: else its first launch does."""
     return compiled.run

@@ -9,11 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import HTTPException
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import (
+    LoadLoRAAdapterReqInput,
+    LoadLoRAAdapterReqOutput,
+    LoRARef,
+    ServerArgs,
+    UnloadLoRAAdapterReqInput,
+)
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import AdapterError, UnknownAdapterError
 from vlora_sgl.routed.spec import is_routed, member_names
 
@@ -51,9 +58,12 @@ class LoadReply:
     """SGLang's reply to a load that succeeded, and what of the adapter matched."""
 
     success: bool
-    loaded_adapters: Any
+    loaded_adapters: Mapping[str, object] | None
     report: str
     error_message: str = ""
+
+
+Reply = LoadLoRAAdapterReqOutput | LoadReply
 
 
 class AdapterRegistry(_sgl.LoRARegistry):
@@ -65,7 +75,7 @@ class AdapterRegistry(_sgl.LoRARegistry):
     when it ends (``let_go``).
     """
 
-    async def release(self, lora_id: Any) -> None:
+    async def release(self, lora_id: object) -> None:
         """Called by SGLang per finished row: nothing to do."""
 
     async def let_go(self, lora_id: str | Sequence[str | None] | None) -> None:
@@ -80,11 +90,11 @@ class AdapterRegistry(_sgl.LoRARegistry):
         counter = self._counters.get(lora_id)
         return 0 if counter is None else counter.value()
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> LoRARef | None:
         """The adapter of that name in memory, or ``None``."""
         return self._registry.get(name)
 
-    def put(self, ref: Any, anew: bool = True) -> None:
+    def put(self, ref: LoRARef, anew: bool = True) -> None:
         """Let a name mean this adapter from now on; ``anew`` unless it is the same load of it (another pin)."""
         if anew:
             self._registry.pop(ref.lora_name, None)
@@ -96,7 +106,7 @@ class AdapterRegistry(_sgl.LoRARegistry):
         """Let a name mean nothing; requests of it go on."""
         del self._registry[name]
 
-    def least_needed(self, keep: Collection[str]) -> Any:
+    def least_needed(self, keep: Collection[str]) -> LoRARef | None:
         """What leaves memory first: neither pinned nor kept, without users if there is one such, the least recent."""
         loose = [ref for ref in self._registry.values() if not ref.pinned and ref.lora_name not in keep]
         return next((ref for ref in loose if not self.users(ref.lora_id)), loose[0] if loose else None)
@@ -121,16 +131,16 @@ class AdapterLifecycle:
 
     def __init__(
         self,
-        server_args: Any,
+        server_args: ServerArgs,
         base_name: Callable[[], str],
-        known: dict[str, Any],
+        known: dict[str, LoRARef],
         lock: asyncio.Lock,
-        ask_ranks: Callable[[Any], Awaitable[list[Any]]],
+        ask_ranks: Callable[[object], Awaitable[list[LoadLoRAAdapterReqOutput]]],
     ) -> None:
         self.known, self.registry = known, AdapterRegistry(server_args.lora_paths)
         self._server_args, self._base_name, self._lock, self._ask_ranks = server_args, base_name, lock, ask_ranks
         self._routed_members: dict[str, tuple[str, ...]] = {}
-        self._retiring: set[asyncio.Task[Any]] = set()
+        self._retiring: set[asyncio.Task[object]] = set()
         for ref in known.values():
             self._note_routed(ref)
 
@@ -171,7 +181,7 @@ class AdapterLifecycle:
 
     # Lives
 
-    async def load(self, obj: Any) -> Any:
+    async def load(self, obj: LoadLoRAAdapterReqInput) -> Reply:
         """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.load_report``)."""
         refusal = self._why_not_load(obj.lora_name)
         if refusal is not None:
@@ -183,11 +193,11 @@ class AdapterLifecycle:
                 )
             return _reply(await self._load(obj.lora_name, obj.lora_path, bool(obj.pinned)))
 
-    def refuse_tensors(self) -> Any:
+    def refuse_tensors(self) -> Reply:
         """The reply to a load of an adapter that arrives as pickled tensors."""
         return self._refused("adapters are loaded from safetensors only, never from serialized tensors")
 
-    async def reload(self, name: str, path: str | None = None) -> Any:
+    async def reload(self, name: str, path: str | None = None) -> Reply:
         """Put another content (or another directory) behind a name, at once for all requests to come.
 
         Requests that run keep the adapter they began with; it leaves memory when the last of them ends. If the new
@@ -210,7 +220,7 @@ class AdapterLifecycle:
             task.add_done_callback(self._retiring.discard)
         return _reply(result)
 
-    async def unload(self, obj: Any) -> Any:
+    async def unload(self, obj: UnloadLoRAAdapterReqInput) -> Reply:
         """Unload an adapter for good: its name is unknown at once, its memory free when its last request has ended."""
         async with self._lock:
             if routed := self._routed_with(obj.lora_name):
@@ -224,7 +234,7 @@ class AdapterLifecycle:
             self.registry.take(obj.lora_name)
         return await self._retire(ref)
 
-    async def pin(self, name: str, pinned: bool) -> Any:
+    async def pin(self, name: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
         """Let an adapter keep its device slot, or no longer.
 
         Raises:
@@ -239,7 +249,7 @@ class AdapterLifecycle:
             self.check_names(name)
             return await self._pin(name, pinned)
 
-    def listed(self, held: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    def listed(self, held: Mapping[str, JsonDict]) -> list[JsonDict]:
         """Every loaded adapter: where its nearest copy is, what it is, who uses it.
 
         Args:
@@ -264,7 +274,7 @@ class AdapterLifecycle:
 
     # Steps of them; each but the last under the lock
 
-    async def _load(self, name: str, path: str, pinned: bool) -> Any:
+    async def _load(self, name: str, path: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
         ref = _sgl.LoRARef(lora_name=name, lora_path=path, pinned=pinned)
         result = await self._tell_engine(
             _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=path, pinned=pinned, lora_id=ref.lora_id)
@@ -286,8 +296,9 @@ class AdapterLifecycle:
             self.registry.take(ref.lora_name)
             await self._retire(ref)
 
-    async def _pin(self, name: str, pinned: bool) -> Any:
+    async def _pin(self, name: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
         old = self.registry.get(name)
+        assert old is not None
         # To the engine, a load of an id that it has is a change of its pin.
         result = await self._tell_engine(
             _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=old.lora_path, pinned=pinned, lora_id=old.lora_id)
@@ -298,7 +309,7 @@ class AdapterLifecycle:
             self.known[name] = ref
         return result
 
-    async def _retire(self, ref: Any, repin: str | None = None) -> Any:
+    async def _retire(self, ref: LoRARef, repin: str | None = None) -> LoadLoRAAdapterReqOutput:
         """Wait until nobody uses an adapter that has lost its name, and have the engine forget it."""
         await self.registry.wait_for_unload(ref.lora_id)
         result = await self._tell_engine(_sgl.UnloadLoRAAdapterReqInput(lora_name=ref.lora_name, lora_id=ref.lora_id))
@@ -308,12 +319,12 @@ class AdapterLifecycle:
         result.loaded_adapters = self._loaded()
         return result
 
-    async def _tell_engine(self, message: Any) -> Any:
+    async def _tell_engine(self, message: object) -> LoadLoRAAdapterReqOutput:
         """What the engine's ranks reply; a failure if any failed."""
         results = await self._ask_ranks(message)
         return next((result for result in results if not result.success), results[0])
 
-    def _why_not_load(self, name: Any) -> str | None:
+    def _why_not_load(self, name: object) -> str | None:
         args = self._server_args
         if not args.enable_lora:
             return "adapters are off; start the server with --enable-lora"
@@ -325,7 +336,7 @@ class AdapterLifecycle:
             return f"{name!r} is the base model's name"
         return None
 
-    def _note_routed(self, ref: Any) -> None:
+    def _note_routed(self, ref: LoRARef) -> None:
         self._routed_members.pop(ref.lora_name, None)
         if is_routed(ref.lora_path):
             self._routed_members[ref.lora_name] = member_names(ref.lora_path, ref.lora_name)
@@ -337,11 +348,11 @@ class AdapterLifecycle:
     def _loaded(self) -> dict[str, str]:
         return {name: ref.lora_path for name, ref in self.known.items()}
 
-    def _refused(self, reason: str) -> Any:
+    def _refused(self, reason: str) -> LoadLoRAAdapterReqOutput:
         return _sgl.LoadLoRAAdapterReqOutput(success=False, error_message=reason, loaded_adapters=self._loaded())
 
 
-def _reply(result: Any) -> Any:
+def _reply(result: LoadLoRAAdapterReqOutput) -> Reply:
     if not result.success:
         return result
     return LoadReply(success=True, loaded_adapters=result.loaded_adapters, report=result.error_message or "")

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from vlora_sgl.core import JsonDict
+
 KEPT = 256
 """How many ended states are kept at most; the race lasts one turn of the event loop."""
 
 
-class LingeringStates(dict[str, Any]):
+class LingeringStates(JsonDict):
     """SGLang's ``rid_to_state``: an ended request is no member, yet ``states[rid]`` still finds it for a while."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ended: OrderedDict[str, Any] = OrderedDict()
 
-    def pop(self, rid: str, *default: Any) -> Any:
+    def pop(self, rid: str, *default: object) -> Any:
         """Remove a state; it stays findable by ``states[rid]``."""
         if rid in self:
             self._end(rid, super().__getitem__(rid))

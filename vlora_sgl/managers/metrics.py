@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from vlora_sgl.core import JsonDict
 
 GAUGES: dict[str, tuple[str, ...]] = {
     "mode_share": ("Share of the iterations so far that ran in this mode.", "mode"),
@@ -38,7 +41,7 @@ class VLoraMetrics:
         registry: where to register; by default prometheus_client's own.
     """
 
-    def __init__(self, labels: Mapping[str, str], registry: Any = None) -> None:
+    def __init__(self, labels: Mapping[str, str], registry: CollectorRegistry | None = None) -> None:
         from prometheus_client import REGISTRY, Gauge
 
         self._labels, where = dict(labels), registry or REGISTRY
@@ -63,8 +66,8 @@ class VLoraMetrics:
     def update(
         self,
         iterations: Mapping[str, int],
-        planner: Mapping[str, Any],
-        slots: Mapping[str, Any],
+        planner: JsonDict,
+        slots: JsonDict,
         in_host: int,
         waiting: Counter[str],
         running: Counter[str],

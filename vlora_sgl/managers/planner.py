@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from vlora_sgl._sgl_types import Req
-from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode
+from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict
 from vlora_sgl.managers.policies import Policy, QueueState, RequestState, mode_of
 from vlora_sgl.managers.policies.base import Memory, visible
 from vlora_sgl.managers.policies.iteration_log import Iteration
@@ -153,7 +152,7 @@ class Planner:
         """Decide by another policy from the next iteration on; what the one before remembered is dropped."""
         self.policy, self.memory = policy, {}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonDict:
         """Figures for ``/server_info`` and the metrics; the seconds are the cost table's."""
         return {
             "planned_seconds": self.clock,

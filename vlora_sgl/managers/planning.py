@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vlora_sgl._sgl_types import Req, ScheduleBatch
-from vlora_sgl.core import BatchPlan, InferenceMode
+from vlora_sgl.core import BatchPlan, InferenceMode, JsonDict
 from vlora_sgl.lora.slot_residency import SlotResidency
 from vlora_sgl.managers.forced_mode import forced_mode
 from vlora_sgl.managers.planner import Planner
@@ -123,7 +123,7 @@ class Planning:
         if self.iteration_log is not None:
             self.iteration_log.done(number)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonDict:
         """Figures for ``/server_info`` and the metrics."""
         return {**self.planner.state(), "slots": self.residency.state()}
 

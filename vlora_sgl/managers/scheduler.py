@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from vlora_sgl import _sgl, seams
-from vlora_sgl.core import InferenceMode, RequestParams
+from vlora_sgl._sgl_types import GenerationBatchResult, Req, ScheduleBatch
+from vlora_sgl.core import InferenceMode, JsonDict, RequestParams
 from vlora_sgl.errors import ConfigError, HeadError, RequestError
 from vlora_sgl.heads.scheduling import HeadScheduling
 from vlora_sgl.managers.draining import Draining
@@ -45,7 +46,7 @@ class VLoraScheduler(_sgl.Scheduler):
         metrics: ours on SGLang's Prometheus endpoint; ``None`` without one, or when LoRA is off.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self.vlora_args = VLoraArgs.from_environment()
         super().__init__(*args, **kwargs)
         runner = self.tp_worker.model_runner
@@ -74,7 +75,7 @@ class VLoraScheduler(_sgl.Scheduler):
 
     # A request comes
 
-    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         """SGLang's, once our parts know the request; it comes here again when it was retracted."""
         if getattr(req, "vlora", None) is None:
             self.arrived(req)
@@ -84,7 +85,7 @@ class VLoraScheduler(_sgl.Scheduler):
         if not is_retracted and self._came_alone(req):
             self.early_encoding.came_alone(req)
 
-    def arrived(self, req: Any) -> None:
+    def arrived(self, req: Req) -> None:
         """Read what a request asks, find its head, settle who computes its KV; a head may want it computed anew."""
         adapter = self.lora_manager.described[req.lora_id] if req.lora_id is not None else None
         req.vlora = RequestState(RequestParams(), adapter)
@@ -97,19 +98,19 @@ class VLoraScheduler(_sgl.Scheduler):
         self.prefixes.arrived(req)
         self.heads.recall(req)
 
-    def _came_alone(self, req: Any) -> bool:
+    def _came_alone(self, req: Req) -> bool:
         """Whether nothing runs or is in flight, and the queue holds this request alone; SGLang may have refused it."""
         idle = self.running_batch.is_empty() and self.last_batch is None and self.chunked_req is None
         return idle and not self._engine_paused and self.waiting_queue == [req]
 
     # A batch is formed
 
-    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
+    def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> object:
         """SGLang's, after rows that only wait for a head's answer have left."""
         self.heads.before_decoding(running_batch, last_batch, self.chunked_req)
         return super().get_next_batch_to_run(running_batch, last_batch)
 
-    def get_new_batch_prefill(self, running_batch: Any) -> Any:
+    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
         """Plan the iteration, then let SGLang form a prefill batch within the plan."""
         if self.planning is not None:
             self.planning.begin(self.waiting_queue, running_batch.reqs, self.chunked_req)
@@ -120,7 +121,7 @@ class VLoraScheduler(_sgl.Scheduler):
             self.prefixes.formed(formed.batch_to_run.reqs)
         return formed
 
-    def _can_schedule_lora_req(self, req: Any, running_loras: set[str | None]) -> bool:
+    def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
         """Whether this request goes into the batch that SGLang is forming."""
         # SGLang asks this of each waiting request, and after a yes matches its prefix in the tree at once. Between the
         # two it calls nothing of ours, and the match must see what ``admitted`` promises: so a yes is acted on here.
@@ -135,21 +136,21 @@ class VLoraScheduler(_sgl.Scheduler):
         self.admitted(req)
         return True
 
-    def may_admit(self, req: Any) -> bool:
+    def may_admit(self, req: Req) -> bool:
         """Whether the plan has this request, and its prefix need not be waited for. Asking changes nothing."""
         return self._planned(req) and self.prefixes.may_admit(req)
 
-    def admitted(self, req: Any) -> None:
+    def admitted(self, req: Req) -> None:
         """Promise its prefix to the tree, or let it lead others; start its images, if it is the batch's first."""
         self.prefixes.admitted(req)
         self.early_encoding.admitted(req)
 
-    def _planned(self, req: Any) -> bool:
+    def _planned(self, req: Req) -> bool:
         return self.planning is None or self.planning.may_admit(req)
 
     # A batch runs
 
-    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+    def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: object = None) -> GenerationBatchResult:
         """Settle the plan on the batch as it stands (vetoes, chunks and retraction are behind it), and run it."""
         if self.planning is None or batch.forward_mode.is_idle():
             return super().run_batch(batch, pp_proxy_tensors)
@@ -162,7 +163,7 @@ class VLoraScheduler(_sgl.Scheduler):
         result.vlora_mode = plan.mode
         return result
 
-    def process_batch_result(self, batch: Any, result: Any) -> None:
+    def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """SGLang's, which sends tokens out, once they carry what their clients are told."""
         self.heads.finished(batch.reqs if batch.forward_mode.is_extend() else (), result)
         tell(batch.reqs, getattr(result, "logits_output", None), getattr(result, "vlora_mode", None))
@@ -179,7 +180,7 @@ class VLoraScheduler(_sgl.Scheduler):
             self.forward_stream.wait_stream(self.schedule_stream)
             yield
 
-    def _in_flight(self) -> list[Any]:
+    def _in_flight(self) -> list[Req]:
         """Requests whose prefill is under way, so that their KV is not in the tree yet."""
         last, chunked = self.last_batch, self.chunked_req
         in_flight = list(last.reqs) if last is not None and last.forward_mode.is_extend() else []
@@ -187,11 +188,11 @@ class VLoraScheduler(_sgl.Scheduler):
 
     # An adapter leaves
 
-    def unload_lora_adapter(self, recv_req: Any) -> Any:
+    def unload_lora_adapter(self, recv_req: Any) -> object:
         """SGLang's reply, or ``None`` while rows use the adapter: the reply follows when they have ended."""
         return None if self.draining.waits(recv_req) else super().unload_lora_adapter(recv_req)
 
-    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+    def process_input_requests(self, recv_reqs: list[object]) -> None:
         """SGLang's, then the unloads that have waited long enough. Every iteration of the event loop comes here."""
         super().process_input_requests(recv_reqs)
         self._unload_drained()
@@ -213,7 +214,7 @@ class VLoraScheduler(_sgl.Scheduler):
 
     # Somebody asks
 
-    def set_internal_state(self, recv_req: Any) -> Any:
+    def set_internal_state(self, recv_req: Any) -> object:
         """SGLang's, and ours (``POST /set_internal_state``): thresholds, policy and mode of a running server.
 
         SGLang takes numbers only, so a choice is a key of its own: ``{"vlora_policy:cost": 1}``.
@@ -233,7 +234,7 @@ class VLoraScheduler(_sgl.Scheduler):
     def update_metrics(self, metrics: VLoraMetrics, planning: Planning) -> None:
         """Bring the Prometheus gauges up to date."""
 
-        def by_name(reqs: Any) -> Counter[str]:
+        def by_name(reqs: Iterable[Req]) -> Counter[str]:
             refs = self.lora_manager.lora_refs
             return Counter(refs[r.lora_id].lora_name if r.lora_id in refs else "base" for r in reqs)
 
@@ -247,13 +248,13 @@ class VLoraScheduler(_sgl.Scheduler):
             by_name(self.running_batch.reqs),
         )
 
-    def get_internal_state(self, recv_req: Any) -> Any:
+    def get_internal_state(self, recv_req: Any) -> object:
         """SGLang's state, with ours under ``vlora``."""
         output = super().get_internal_state(recv_req)
         output.internal_state["vlora"] = self.vlora_state()
         return output
 
-    def vlora_state(self) -> dict[str, Any]:
+    def vlora_state(self) -> JsonDict:
         """What ``/server_info`` shows about us: JSON scalars, lists and dicts only."""
         runner, manager = self.tp_worker.model_runner, self.lora_manager
         modes = self.planning.batches_by_mode if self.planning is not None else dict.fromkeys(InferenceMode, 0)

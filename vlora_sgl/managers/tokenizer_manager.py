@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import torch
 
 from vlora_sgl import _sgl, seams
-from vlora_sgl.core import RequestParams
+from vlora_sgl._sgl_types import (
+    GenerateReqInput,
+    LoadLoRAAdapterReqInput,
+    LoadLoRAAdapterReqOutput,
+    MultimodalInputs,
+    TokenizedGenerateReqInput,
+    UnloadLoRAAdapterReqInput,
+)
+from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.heads.requests import answer_text, check_head_requests
 from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
 from vlora_sgl.managers import tensor_pickle
-from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse, UnknownModelResponse
+from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, Reply, UnknownAdapterResponse, UnknownModelResponse
 from vlora_sgl.managers.ended_requests import LingeringStates
 from vlora_sgl.request import show
 from vlora_sgl.seams import Stage
@@ -26,7 +34,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         adapters: which adapters there are, in memory and on disk.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         seams.own("TokenizerManager.rid_to_state", self, LingeringStates())
         seams.verify(
@@ -36,7 +44,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         # Where the caller chose other adapters, names mean what they mean in any other engine.
         self.exported = exported if exported is not None and BASE_DELTA in self.lora_ref_cache else None
 
-    async def get_internal_state(self) -> list[dict[str, Any]]:
+    async def get_internal_state(self) -> list[JsonDict]:
         """SGLang's, with the replacements that are in this process."""
         states = await super().get_internal_state()
         for state in states:
@@ -45,7 +53,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
 
     # A request comes
 
-    async def _validate_and_resolve_lora(self, obj: Any) -> None:
+    async def _validate_and_resolve_lora(self, obj: GenerateReqInput) -> None:
         """Read what a request asks of us, check what it says of heads and images, then SGLang's resolution.
 
         Raises:
@@ -62,7 +70,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         forget_claimed_hashes(getattr(obj, "image_data", None))
         await super()._validate_and_resolve_lora(obj)
 
-    async def _resolve_lora_path(self, obj: Any) -> None:
+    async def _resolve_lora_path(self, obj: GenerateReqInput) -> None:
         """SGLang's names to ids, once all are in memory.
 
         Raises:
@@ -71,20 +79,22 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         await self.adapters.bring_in(obj.lora_path)
         await super()._resolve_lora_path(obj)
 
-    async def _tokenize_one_request(self, obj: Any) -> Any:
+    async def _tokenize_one_request(self, obj: GenerateReqInput) -> TokenizedGenerateReqInput:
         """SGLang's, with hashes for the images."""
         tokenized = await super()._tokenize_one_request(obj)
         await hash_images(getattr(tokenized, "mm_inputs", None))
         return tokenized
 
-    def _dispatch_to_scheduler(self, obj: Any) -> None:
+    def _dispatch_to_scheduler(self, obj: object) -> None:
         """SGLang's, with tensors that take no archive; where it would write into the message first, just SGLang's."""
         if _sgl.USE_PICKLE_IPC and self.tokenizer_ipc_name is None:
             self.send_to_scheduler.send(tensor_pickle.dumps(obj))
         else:
             super()._dispatch_to_scheduler(obj)
 
-    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+    async def generate_request(
+        self, obj: GenerateReqInput, request: object = None
+    ) -> AsyncIterator[JsonDict | list[JsonDict]]:
         """SGLang's answers, with what we say of each as one dict: ``meta_info["vlora"]``."""
         asked = obj.lora_path
         obj.lora_id = None  # the engine's own name for an adapter; an id that it does not know would end it
@@ -108,30 +118,30 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         )
         seams.own("TokenizerManager.lora_registry", self, self.adapters.registry)
 
-    async def _ask_ranks(self, message: Any) -> list[Any]:
+    async def _ask_ranks(self, message: object) -> list[LoadLoRAAdapterReqOutput]:
         self.auto_create_handle_loop()
         return list(await self.update_lora_adapter_communicator(message))
 
-    async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
+    async def load_lora_adapter(self, obj: LoadLoRAAdapterReqInput, _: object = None) -> Reply:
         """Load an adapter (see ``AdapterLifecycle.load``)."""
         return await self.adapters.load(obj)
 
-    async def load_lora_adapter_from_tensors(self, obj: Any, _: Any = None) -> Any:
+    async def load_lora_adapter_from_tensors(self, obj: object, _: object = None) -> Reply:
         """Refuses: these tensors arrive pickled."""
         return self.adapters.refuse_tensors()
 
-    async def unload_lora_adapter(self, obj: Any, _: Any = None) -> Any:
+    async def unload_lora_adapter(self, obj: UnloadLoRAAdapterReqInput, _: object = None) -> Reply:
         """Unload an adapter for good (see ``AdapterLifecycle.unload``)."""
         return await self.adapters.unload(obj)
 
-    async def list_lora_adapters(self) -> list[dict[str, Any]]:
+    async def list_lora_adapters(self) -> list[JsonDict]:
         """Every loaded adapter: where its nearest copy is, what it is, who uses it."""
         self.auto_create_handle_loop()
         (state, *_) = await self.get_internal_state()
         return self.adapters.listed(state["vlora"]["adapters"])
 
 
-async def hash_images(inputs: Any) -> None:
+async def hash_images(inputs: MultimodalInputs | None) -> None:
     """Give the images of a request the hashes that the scheduler would compute, in a thread.
 
     A hash of a large image takes ten milliseconds; in the scheduler they would be lost to every running request.
@@ -148,7 +158,7 @@ async def hash_images(inputs: Any) -> None:
         await asyncio.to_thread(lambda: [item.set_pad_value() for item in items])
 
 
-def forget_claimed_hashes(image_data: Any) -> None:
+def forget_claimed_hashes(image_data: object) -> None:
     """Take out, in place, what preprocessed images say about their own content, so that SGLang looks at them."""
     if isinstance(image_data, list):
         for one in image_data:
@@ -168,7 +178,7 @@ def serve_from_exported(obj: Any, asked: Sequence[RequestParams], exported: Expo
         one.lora_path = served[index]
 
 
-def show_all(output: Any, names: str | Sequence[str | None] | None) -> None:
+def show_all(output: JsonDict | list[JsonDict], names: str | Sequence[str | None] | None) -> None:
     """Show what we say of one answer, or of each of a batch's, in place.
 
     Args:
@@ -183,7 +193,9 @@ def show_all(output: Any, names: str | Sequence[str | None] | None) -> None:
             answer["text"] = answer_text(shown["head"])  # the sampled token means nothing
 
 
-def resolve_model_name(original: Any, self: Any, request_model: str, explicit_lora_path: Any) -> Any:
+def resolve_model_name(
+    original: Callable[..., str | None], self: Any, request_model: str, explicit_lora_path: str | None
+) -> str | None:
     """Wraps ``OpenAIServingBase._resolve_lora_path``: what ``model`` names, before what ``lora_path`` names.
 
     Besides ``base:adapter``, a bare adapter name is accepted, because ``/v1/models`` lists adapters by it.

@@ -18,10 +18,10 @@ import hashlib
 from array import array
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from vlora_sgl._sgl_types import MultimodalInputs
 from vlora_sgl.multimodal.encoder_cache import layout_of
 
 IMAGE_BIT = 1 << 35
@@ -76,7 +76,7 @@ class CacheIdentity:
         invocation_start = self.invocation_start if self.invocation_start != NEVER else 0
         return max(invocation_start, self.images[-1][1] if self.images else 0)
 
-    def prefix_key(self, token_ids: array) -> Hashable:
+    def prefix_key(self, token_ids: array[int]) -> Hashable:
         """Equal for requests whose KV is the same on the shareable prefix.
 
         Found once, as a prompt only grows, and short: a scheduler asks for those of its whole queue.
@@ -86,7 +86,7 @@ class CacheIdentity:
             self._prefix_key = self.root, hashlib.blake2b(prefix, digest_size=16).digest()
         return self._prefix_key
 
-    def elements(self, token_ids: array) -> array:
+    def elements(self, token_ids: array[int]) -> array[int]:
         """Key elements of the request's tokens (int64). Kept, because a queued request's tokens only ever grow.
 
         A request of one adapter from its first token on, or of the base model, without images, needs no rewriting:
@@ -124,7 +124,7 @@ class AdapterContent:
     digest: str
     invocation: str | tuple[int, ...] | None = None
 
-    def invocation_start(self, token_ids: array, images: Iterable[ImageSpan]) -> int:
+    def invocation_start(self, token_ids: array[int], images: Iterable[ImageSpan]) -> int:
         """First position that runs with the adapter. ``NEVER``: not even the answer does, as in PEFT."""
         if self.invocation is None:
             return 0
@@ -135,7 +135,7 @@ class AdapterContent:
         return NEVER if position is None else position
 
 
-def _last_occurrence(token_ids: array, sequence: Iterable[int]) -> int | None:
+def _last_occurrence(token_ids: array[int], sequence: Iterable[int]) -> int | None:
     needle, haystack = array("q", sequence).tobytes(), token_ids.tobytes()
     at = haystack.rfind(needle)
     while at >= 0 and at % 8:
@@ -143,7 +143,7 @@ def _last_occurrence(token_ids: array, sequence: Iterable[int]) -> int | None:
     return at // 8 if at >= 0 else None
 
 
-def image_spans(multimodal_inputs: Any) -> tuple[tuple[ImageSpan, ...], tuple[Hashable, ...]]:
+def image_spans(multimodal_inputs: MultimodalInputs | None) -> tuple[tuple[ImageSpan, ...], tuple[Hashable, ...]]:
     """Where the images (or videos) of a request stand, and the contents that stand nowhere in particular.
 
     The content key is the item's full hash together with the shape of its grid: equal pixels laid out differently give

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vlora_sgl import _sgl
-from vlora_sgl._sgl_types import Req, TreeNode
+from vlora_sgl._sgl_types import ModelRunner, Req, TreeNode
 from vlora_sgl.mem_cache.radix_cache import VLoraRadixCache
 
 WRITES_FIRST = ("FlashAttentionBackend", "TorchNativeAttnBackend", "TritonAttnBackend")
@@ -27,7 +27,7 @@ FlashInfer's may not: it can attend to prefixes first. Nor may one that wraps ot
 NO_SLOT = -1
 
 
-def can_share(runner: Any, tree: Any) -> bool:
+def can_share(runner: ModelRunner, tree: object) -> bool:
     """Whether prefills of this model runner may read what they write.
 
     Pages of several tokens would have to be shared in part; context parallelism and MLA have paths of their own.

@@ -16,6 +16,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import (
+    CacheInitParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    RadixKey,
+    Req,
+    TreeCacheBuildContext,
+    TreeNode,
+)
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.mem_cache.identity import ADAPTERS, IMAGE_BIT, NEVER, AdapterContent, CacheIdentity, ImageSpan
 
@@ -102,11 +112,11 @@ class ElementKey(_sgl.RadixKey):
 
     __slots__ = ()
 
-    def __getitem__(self, index: Any) -> ElementKey:
+    def __getitem__(self, index: int | slice) -> ElementKey:
         part = super().__getitem__(index)
         return ElementKey(part.token_ids, part.extra_key)
 
-    def match(self, other: Any, page_size: int = 1) -> int:
+    def match(self, other: RadixKey, page_size: int = 1) -> int:
         """Length of the prefix shared with ``other``, in whole pages."""
         mine, theirs = self.token_ids, other.token_ids
         length = len(mine)
@@ -129,7 +139,7 @@ class VLoraRadixCache(_sgl.RadixCache):
         ConfigError: a combination whose keys are not token ids of this process alone.
     """
 
-    def __init__(self, params: Any, images: int = 1 << 17, adapters: int = 1 << 12) -> None:
+    def __init__(self, params: CacheInitParams, images: int = 1 << 17, adapters: int = 1 << 12) -> None:
         if params.is_eagle:
             raise ConfigError("the vlora prefix cache does not serve EAGLE's bigram keys; start without it")
         if params.enable_kv_cache_events:
@@ -142,7 +152,7 @@ class VLoraRadixCache(_sgl.RadixCache):
 
     def identify(
         self,
-        token_ids: array,
+        token_ids: array[int],
         salt: str | None,
         adapter: AdapterContent | None,
         images: tuple[ImageSpan, ...] = (),
@@ -167,7 +177,7 @@ class VLoraRadixCache(_sgl.RadixCache):
         identity.elements(token_ids)  # once per request, so that its first match costs no more than the next
         return identity
 
-    def match_prefix(self, params: Any) -> Any:
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """SGLang's ``match_prefix``, over elements. A request's ``reuse_limit`` counts when the request is given."""
         key, req = params.key, params.req
         identity = self._caching if req is None else req.vlora.identity
@@ -179,7 +189,7 @@ class VLoraRadixCache(_sgl.RadixCache):
                 key.limit = limit if key.limit is None else min(key.limit, limit)
         return super().match_prefix(params)
 
-    def insert(self, params: Any) -> Any:
+    def insert(self, params: Any) -> InsertResult:
         """SGLang's ``insert``, over elements; a new node remembers whose request computed it."""
         key, identity = params.key, self._caching
         creator, tokens, root = 0, key.token_ids, key.extra_key
@@ -191,12 +201,12 @@ class VLoraRadixCache(_sgl.RadixCache):
             node.creator = creator
         return result
 
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         """SGLang's; the keys that it makes meanwhile are this request's."""
         with self.keys_of(req.vlora.identity):
             super().cache_unfinished_req(req, chunked)
 
-    def cache_finished_req(self, req: Any, *args: Any, **kwargs: Any) -> None:
+    def cache_finished_req(self, req: Req, *args: object, **kwargs: object) -> None:
         """SGLang's; the keys that it makes meanwhile are this request's."""
         with self.keys_of(req.vlora.identity):
             super().cache_finished_req(req, *args, **kwargs)
@@ -210,19 +220,24 @@ class VLoraRadixCache(_sgl.RadixCache):
         finally:
             self._caching = None
 
-    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
         upper = super()._split_node(key, child, split_len)
         upper.creator = getattr(child, "creator", 0)
         return upper
 
-    def matched_length(self, token_ids: array, identity: CacheIdentity) -> int:
+    def matched_length(self, token_ids: array[int], identity: CacheIdentity) -> int:
         """How many of a request's tokens are in the cache."""
         key = _sgl.RadixKey(token_ids)
         with self.keys_of(identity):
             return len(self.match_prefix(_sgl.MatchPrefixParams(key=key)).device_indices)
 
     def measure(
-        self, identity: CacheIdentity, node: Any, length: int, prompt_tokens: int, encoder: tuple[int, int] = (0, 0)
+        self,
+        identity: CacheIdentity,
+        node: TreeNode,
+        length: int,
+        prompt_tokens: int,
+        encoder: tuple[int, int] = (0, 0),
     ) -> Reuse:
         """What a request reuses, counted when it is first scheduled.
 
@@ -245,7 +260,7 @@ class VLoraRadixCache(_sgl.RadixCache):
         return reuse
 
 
-def create_radix_cache(context: Any) -> Any:
+def create_radix_cache(context: TreeCacheBuildContext) -> object:
     """Factory of the backend ``vlora``, for SGLang's registry of radix caches.
 
     Where the model or a flag needs a tree of another kind, SGLang's own is built and a warning says so.

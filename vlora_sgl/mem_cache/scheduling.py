@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vlora_sgl import _sgl
-from vlora_sgl._sgl_types import Req
+from vlora_sgl._sgl_types import ModelRunner, Req
 from vlora_sgl.mem_cache.identity import NEVER, AdapterContent, CacheIdentity, image_spans
 from vlora_sgl.mem_cache.prefix_sharing import PrefixSharing, can_share
 from vlora_sgl.mem_cache.radix_cache import VLoraRadixCache
@@ -29,7 +29,7 @@ class PrefixScheduling:
         embeddings: the image encoder's cache.
     """
 
-    def __init__(self, tree: Any, runner: Any, embeddings: encoder_cache.EncoderCache) -> None:
+    def __init__(self, tree: Any, runner: ModelRunner, embeddings: encoder_cache.EncoderCache) -> None:
         self.tree, self.embeddings = tree, embeddings
         self.lora_manager = getattr(runner, "lora_manager", None)
         self.sharing = PrefixSharing(tree) if can_share(runner, tree) else None

@@ -11,10 +11,12 @@ whole as well (``prefill_attention``). Without them a prefill takes as long as t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from vlora_sgl import _sgl, seams
+from vlora_sgl._sgl_types import ForwardBatch
 from vlora_sgl.model_executor.fast_paths.prefill_attention import captured_attention
 
 WHOLE = ",whole"
@@ -26,14 +28,14 @@ class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
 
     record_nolora_graph = True
 
-    def _resolve_lora_variant(self, forward_batch: Any) -> str | None:
+    def _resolve_lora_variant(self, forward_batch: ForwardBatch) -> str | None:
         if forward_batch.lora_ids is None:
             return None
         # The manager prepared this very batch on this thread just before; asking its result keeps the two agreed.
         pure = self.model_runner.lora_manager.lora_backend.batch_info is None
         return "nolora" if pure else "lora"
 
-    def can_run_graph(self, forward_batch: Any) -> Any:
+    def can_run_graph(self, forward_batch: ForwardBatch) -> object:
         """SGLang's verdict; a batch too large for the routing kernel of routed adapters runs eagerly if it has any."""
         if self.model_runner.lora_manager.exceeds_graph(forward_batch):
             return False
@@ -66,7 +68,7 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
             return
         capture = self.backend.capture_one
 
-        def capture_variant(key: Any, forward: Any, *args: Any, **kwargs: Any) -> None:
+        def capture_variant(key: Any, forward: Callable[[], object], *args: object, **kwargs: object) -> None:
             capture(replace(key, variant_label=self.variant), forward, *args, **kwargs)
             if self.attention is not None and self.attention.captures(size):
                 whole = self.attention.capture(size, forward)
@@ -79,13 +81,13 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
         finally:
             self.variant = None
 
-    def execute(self, forward_batch: Any, **kwargs: Any) -> Any:
+    def execute(self, forward_batch: ForwardBatch, **kwargs: object) -> object:
         """SGLang's replay, counted."""
         self.replays += 1
         return super().execute(forward_batch, **kwargs)
 
     def _prepare_forward_metadata_for_replay(
-        self, forward_batch: Any, static_forward_batch: Any, num_tokens: int
+        self, forward_batch: ForwardBatch, static_forward_batch: ForwardBatch, num_tokens: int
     ) -> None:
         super()._prepare_forward_metadata_for_replay(forward_batch, static_forward_batch, num_tokens)
         attention = self.attention if self._capture_lora else None
@@ -97,13 +99,13 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
 
     def _execute_body_capture(
         self,
-        forward_batch: Any,
-        static_forward_batch: Any,
+        forward_batch: ForwardBatch,
+        static_forward_batch: ForwardBatch,
         static_num_tokens: int,
         raw_num_tokens: int,
         shape_key: Any,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         if self._capture_lora and shape_key.variant_label is None:
             pure = self.model_runner.lora_manager.lora_backend.batch_info is None
             label = ("nolora" if pure else "lora") + (WHOLE if self._whole else "")
@@ -112,7 +114,7 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
             forward_batch, static_forward_batch, static_num_tokens, raw_num_tokens, shape_key, **kwargs
         )
 
-    def tokens_of(self, forward_batch: Any) -> int | None:
+    def tokens_of(self, forward_batch: ForwardBatch) -> int | None:
         """Tokens of the graph that this batch captures or will replay; ``None`` if it runs eagerly or decodes."""
         tokens = len(forward_batch.input_ids)
         if self.variant is not None:

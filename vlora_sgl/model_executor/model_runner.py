@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from vlora_sgl import _sgl, seams
+from vlora_sgl._sgl_types import ForwardBatch
 from vlora_sgl.lora.warmup import compile_prefills
 from vlora_sgl.multimodal import encoder_cache
 from vlora_sgl.multimodal.embedding_count import EMBEDS_ONLY, leave_out_cached_images
 from vlora_sgl.multimodal.vision_graphs import VisionGraphs
 from vlora_sgl.seams import Stage
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 READERS = frozenset(
     {
@@ -44,7 +48,7 @@ class VLoraModelRunner(_sgl.ModelRunner):
         super().init_weight_exporter()
         seams.own("ModelRunner.weight_exporter", self, _Guard(self.weight_exporter, self))
 
-    def init_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
+    def init_cuda_graphs(self, *args: object, **kwargs: object) -> None:
         """SGLang's, once the manager knows the KV cache that its routers' votes lie beside.
 
         Then what prefills too large for a graph will launch is compiled, so that none of them waits for it.
@@ -62,13 +66,13 @@ class VLoraModelRunner(_sgl.ModelRunner):
             chunk = self.server_args.chunked_prefill_size or 0
             compile_prefills(manager, largest, chunk if chunk > 0 else self.server_args.max_prefill_tokens)
 
-    def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, forward_batch: ForwardBatch, *args: object, **kwargs: object) -> Any:
         """SGLang's, without waiting for the device over images that the prefix cache holds."""
         if forward_batch.forward_mode.is_extend() and _sgl.is_a(self.model, *EMBEDS_ONLY):
             leave_out_cached_images(forward_batch)
         return super().forward(forward_batch, *args, **kwargs)
 
-    def check_weights(self, action: str, allow_quant_error: bool = False) -> Any:
+    def check_weights(self, action: str, allow_quant_error: bool = False) -> object:
         """SGLang's check (checksum, snapshot, comparison), of the base model's weights."""
         self.unmerge()
         result = super().check_weights(action, allow_quant_error)
@@ -89,7 +93,7 @@ class VLoraModelRunner(_sgl.ModelRunner):
         if manager is not None:
             manager.rebase()
 
-    def _decode_cuda_graph_runner_cls(self) -> Any:
+    def _decode_cuda_graph_runner_cls(self) -> type:
         if not self.server_args.enable_lora:
             return _sgl.DecodeCudaGraphRunner
         from vlora_sgl.model_executor.graph_runner import VLoraDecodeCudaGraphRunner
@@ -100,16 +104,16 @@ class VLoraModelRunner(_sgl.ModelRunner):
 class _Guard:
     """Stands for one of SGLang's weight components; unmerges before its readers and writers, rebases after writers."""
 
-    def __init__(self, inner: Any, runner: VLoraModelRunner) -> None:
+    def __init__(self, inner: object, runner: VLoraModelRunner) -> None:
         self._inner, self._runner = inner, runner
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
         return self._guarded(found, name in WRITERS) if name in READERS | WRITERS else found
 
-    def _guarded(self, method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+    def _guarded(self, method: Callable[P, T], writes: bool) -> Callable[P, T]:
         @wraps(method)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
             self._runner.unmerge()
             result = method(*args, **kwargs)
             if writes:
@@ -119,7 +123,7 @@ class _Guard:
         return guarded
 
 
-def unmerge_before_release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+def unmerge_before_release(original: Callable[[Any, object], object], updater: Any, request: object) -> object:
     """Wraps ``SchedulerWeightUpdaterManager.release_memory_occupation``: never free weights that hold an adapter."""
     updater.tp_worker.model_runner.unmerge()
     return original(updater, request)

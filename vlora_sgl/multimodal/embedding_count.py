@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vlora_sgl._sgl_types import ForwardBatch, MultimodalDataItem
 from vlora_sgl.multimodal.feature_offload import offloader
 
 Offsets = Sequence[tuple[int, int]]
@@ -22,7 +23,7 @@ EMBEDS_ONLY = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGener
 """SGLang's models that look at a batch's images for nothing but their embeddings."""
 
 
-def leave_out_cached_images(batch: Any) -> None:
+def leave_out_cached_images(batch: ForwardBatch) -> None:
     """Take requests' images out of a prefill (SGLang's ``ForwardBatch``) if the prefix cache holds all their tokens.
 
     Nothing of them is computed. SGLang would all the same send what marks their tokens to the device and wait for it,
@@ -35,13 +36,13 @@ def leave_out_cached_images(batch: Any) -> None:
         None if one is not None and _all_before(one.mm_items, prefix) else one
         for one, prefix in zip(inputs, prefixes, strict=True)
     ]
-    out = [one for one, kept in zip(inputs, left, strict=True) if one is not kept]
+    out = [one for one, kept in zip(inputs, left, strict=True) if one is not None and one is not kept]
     if out:
         offloader.take([item for one in out for item in one.mm_items])
         batch.mm_inputs = left
 
 
-def _all_before(items: Sequence[Any], prefix: int) -> bool:
+def _all_before(items: Sequence[MultimodalDataItem], prefix: int) -> bool:
     return all(item.offsets and all(last < prefix for _, last in item.offsets) for item in items)
 
 
@@ -57,8 +58,8 @@ def image_tokens(prefixes: Sequence[int], lengths: Sequence[int], offsets: Seque
 
 def chunked_prefill_embedding(
     original: Callable[..., Any],
-    encode: Any,
-    items: Sequence[Any],
+    encode: object,
+    items: Sequence[MultimodalDataItem],
     sizes: Sequence[int],
     prefixes: Sequence[int],
     lengths: Sequence[int],
@@ -72,14 +73,14 @@ def chunked_prefill_embedding(
     """
     with offloader.around_embedding(items):
         embedding, input_ids = original(encode, items, sizes, prefixes, lengths, offsets, input_ids)
-    one_each = all(len(item.offsets) == 1 for item in items)
+    one_each = all(len(item.offsets or ()) == 1 for item in items)
     if embedding is not None and one_each and len(embedding) == image_tokens(prefixes, lengths, offsets):
         embedding.counted = True
     return embedding, input_ids
 
 
 def adjust_embedding_length(
-    original: Callable[..., torch.Tensor], embedding: torch.Tensor, mask: torch.Tensor, log: Any
+    original: Callable[..., torch.Tensor], embedding: torch.Tensor, mask: torch.Tensor, log: object
 ) -> torch.Tensor:
     """SGLang's, unless the embeddings have been counted."""
     return embedding if getattr(embedding, "counted", False) else original(embedding, mask, log)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable
-from typing import Any
 
 import numpy as np
 
 from vlora_sgl import _sgl, seams
+from vlora_sgl._sgl_types import MultimodalDataItem, MultimodalInputs
 
 _OURS = 1 << 127
 """Set in every key of ours, so that an item (of a session, say) is not renamed twice. SGLang's hashes have 64 bits."""
@@ -35,17 +35,17 @@ class EncoderCache(_sgl.MultiModalStaticCache):
         self.hits = self.misses = self.started = 0
         self.ahead: set[int] = set()
 
-    def get(self, mm_hashes: list[int], combined_hash: int | None = None) -> Any:
+    def get(self, mm_hashes: list[int], combined_hash: int | None = None) -> object:
         """The embedding of a request's items together, or ``None``."""
         return self._count(super().get(mm_hashes, combined_hash))
 
-    def get_single(self, mm_hash: int) -> Any:
+    def get_single(self, mm_hash: int) -> object:
         """The embedding of one image, or ``None``."""
         ahead = mm_hash in self.ahead
         self.ahead.discard(mm_hash)
         return self._count(super().get_single(mm_hash), ahead)
 
-    def set_ahead(self, mm_hash: int, embedding: Any) -> None:
+    def set_ahead(self, mm_hash: int, embedding: object) -> None:
         """Keep the embedding of an image that a batch is going to ask for."""
         self.ahead.intersection_update(self.mm_cache)  # those of aborted requests are forgotten with their embeddings
         self.started += self.set(mm_hash, embedding)
@@ -55,7 +55,7 @@ class EncoderCache(_sgl.MultiModalStaticCache):
         """Whether an image was encoded, and not for the batch being formed."""
         return self.has(mm_hash) and mm_hash not in self.ahead
 
-    def _count(self, found: Any, ahead: bool = False) -> Any:
+    def _count(self, found: object, ahead: bool = False) -> object:
         hit = found is not None and not ahead
         self.hits += hit
         self.misses += not hit
@@ -87,7 +87,7 @@ def forget() -> None:
         _sgl.mm_utils.embedding_cache.clear()
 
 
-def layout_of(item: Any) -> Hashable:
+def layout_of(item: MultimodalDataItem) -> Hashable:
     """How the patches of a multimodal item are laid out: what its hash does not cover."""
     return tuple(
         (name, tuple(np.asarray(item.model_specific_data[name]).ravel().tolist()))
@@ -96,7 +96,7 @@ def layout_of(item: Any) -> Hashable:
     )
 
 
-def name_embeddings(multimodal_inputs: Any, tower: str | None) -> None:
+def name_embeddings(multimodal_inputs: MultimodalInputs | None, tower: str | None) -> None:
     """Give the items of a request the keys that their embeddings are kept by, in place of their hashes.
 
     Args:
@@ -109,7 +109,7 @@ def name_embeddings(multimodal_inputs: Any, tower: str | None) -> None:
             item.hash = _OURS | int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "big")
 
 
-def images_to_encode(multimodal_inputs: Any, start: int) -> list[int]:
+def images_to_encode(multimodal_inputs: MultimodalInputs | None, start: int) -> list[int]:
     """Keys of the items that have tokens at ``start`` of the prompt or later, one for each."""
     items = multimodal_inputs.mm_items if multimodal_inputs is not None else ()
     return [item.hash for item in items if any(last >= start for _, last in item.offsets or ())]

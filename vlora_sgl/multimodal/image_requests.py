@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vlora_sgl import _sgl
+from vlora_sgl.core import JsonDict
 
 PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
 """Processors of transformers that replace one placeholder by one per image token, and do nothing else to a text."""
@@ -24,15 +25,15 @@ WITHOUT_EFFECT = frozenset({"padding", "padding_side", "return_tensors", "return
 
 
 def process_mm_data(
-    original: Callable[..., Any],
+    original: Callable[..., object],
     self: Any,
-    input_text: Any,
-    images: Any = None,
-    videos: Any = None,
-    audios: Any = None,
-    processor: Any = None,
-    **kwargs: Any,
-) -> Any:
+    input_text: object,
+    images: object = None,
+    videos: object = None,
+    audios: object = None,
+    processor: object = None,
+    **kwargs: object,
+) -> object:
     """Wraps ``BaseMultimodalProcessor.process_mm_data``: a text with images only is processed in two halves."""
     plain = isinstance(input_text, str) and images and not (videos or audios or kwargs or self.image_config)
     if plain and not self._tokenizer_auto_adds_specials:
@@ -56,9 +57,9 @@ class Halves:
     def __init__(self, processor: Any) -> None:
         self.processor = processor
         self.tokenizer, self.image_processor = processor.tokenizer, processor.image_processor
-        self._settings: dict[Any, dict[str, Any] | None] = {}
+        self._settings: dict[object, JsonDict | None] = {}
 
-    def __call__(self, text: list[str], images: list[Any], **kwargs: Any) -> Any:
+    def __call__(self, text: list[str], images: list[object], **kwargs: object) -> object:
         """The processor's answer for one text, without masks and token types, which are not read."""
         placeholder, settings = self.processor.image_token_id, None
         ids: list[int] = []
@@ -73,7 +74,7 @@ class Halves:
         features["input_ids"] = torch.tensor([repeated(ids, placeholder, counts)])
         return features
 
-    def _settings_for(self, device: Any) -> dict[str, Any] | None:
+    def _settings_for(self, device: object) -> JsonDict | None:
         """What the processor would tell its image processor; ``None`` where it would tell the tokenizer more than how
         to return its ids. Found once: SGLang never asks differently."""
         if device not in self._settings:
@@ -110,7 +111,7 @@ def repeated(ids: Iterable[int], placeholder: int, counts: Iterable[int]) -> lis
 
 
 def check_special_tokens(
-    original: Callable[..., None], self: Any, text: list[str], text_inputs: Any, modalities: list[str]
+    original: Callable[..., None], self: object, text: list[str], text_inputs: JsonDict, modalities: list[str]
 ) -> None:
     """Wraps ``ProcessorMixin._check_special_mm_tokens``, which would compare the elements of a tensor one by one."""
     ids = text_inputs["input_ids"]
@@ -118,7 +119,7 @@ def check_special_tokens(
 
 
 def get_rope_index(
-    original: Callable[..., Any],
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     spatial_merge_size: int,
     image_token_id: int,
     video_token_id: int,
@@ -128,8 +129,8 @@ def get_rope_index(
     input_ids: Any = None,
     image_grid_thw: Any = None,
     video_grid_thw: Any = None,
-    *rest: Any,
-    **kwargs: Any,
+    *rest: object,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Wraps SGLang's ``get_rope_index``: positions of a Qwen2-VL or Qwen2.5-VL prompt whose vision is still images.
 
@@ -201,7 +202,7 @@ def still_positions(
     return torch.from_numpy(positions), torch.tensor([[last - len(is_image)]])
 
 
-def wrap_for_cuda_ipc(original: Callable[..., Any], self: Any, tensor: torch.Tensor) -> Any:
+def wrap_for_cuda_ipc(original: Callable[..., object], self: object, tensor: torch.Tensor) -> object:
     """Wraps ``BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc``, which copies features to where the scheduler reads.
 
     SGLang tells the scheduler of them without waiting for that copy. A request that is on its way sooner must wait.

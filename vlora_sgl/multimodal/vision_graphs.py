@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from vlora_sgl import _sgl, seams
+from vlora_sgl._sgl_types import Qwen2_5_VisionTransformer
 from vlora_sgl.seams import Place, Places
 from vlora_sgl.server_args import VLoraArgs
 
@@ -53,7 +54,7 @@ class VisionGraphs:
         limit: graphs that are kept; the least recently used one leaves first.
     """
 
-    def __init__(self, encoder: Any, limit: int) -> None:
+    def __init__(self, encoder: Qwen2_5_VisionTransformer, limit: int) -> None:
         self.encoder, self.limit = encoder, limit
         self.replays = 0
         self._eager = encoder.forward
@@ -99,9 +100,9 @@ class VisionGraphs:
 
     def _capture(self, grid: Grid, x: torch.Tensor, grid_thw: torch.Tensor) -> None:
         """Keep a graph for images of this size, if it is seen to give what the eager run gives."""
-        calls: list[dict[str, Any]] = []
+        calls: list[dict[str, object]] = []
 
-        def noted(block: Any, *args: Any, **given: Any) -> Any:
+        def noted(block: Any, *args: object, **given: object) -> torch.Tensor:
             calls.append(given)
             return block(*args, **given)
 
@@ -133,7 +134,12 @@ class _Graph:
     """The encoder captured for one grid: patches in, embeddings out."""
 
     def __init__(
-        self, encoder: Any, x: torch.Tensor, grid_thw: torch.Tensor, calls: list[dict[str, Any]], pool: Any
+        self,
+        encoder: Qwen2_5_VisionTransformer,
+        x: torch.Tensor,
+        grid_thw: torch.Tensor,
+        calls: list[dict[str, object]],
+        pool: Any,
     ) -> None:
         window, _ = encoder.get_window_index(grid_thw)
         window = window.to(encoder.device)
@@ -156,7 +162,7 @@ class _Graph:
         return self._out.clone()
 
 
-def known_encoder(model: Any) -> Any:
+def known_encoder(model: object) -> Qwen2_5_VisionTransformer | str:
     """A model's image encoder if it is of ``ENCODER``'s class, on CUDA; else why not, in words."""
     encoder: Any = getattr(model, "visual", None)
     if not _sgl.is_a(encoder, ENCODER):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from vlora_sgl._sgl_types import ModelRunner, VisionAttention
 from vlora_sgl.kernels.rotary import rotate_
 from vlora_sgl.multimodal.vision_graphs import known_encoder
 from vlora_sgl.seams import Place, Places
@@ -47,7 +48,7 @@ class Attention:
         layer: SGLang's, with stacked projections and as many key heads as query heads.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: VisionAttention) -> None:
         self.layer = layer
 
     def __call__(
@@ -56,7 +57,7 @@ class Attention:
         cu_seqlens: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         forward_metadata: Any,
-        output_ws: Any = None,
+        output_ws: object = None,
     ) -> torch.Tensor:
         """As the layer: [1, S, hidden] of x [1, S, hidden], sequences as ``forward_metadata`` has them."""
         layer = self.layer
@@ -71,7 +72,7 @@ class Attention:
         return answer
 
 
-def patch_embeddings(runner: Any) -> Places:
+def patch_embeddings(runner: ModelRunner) -> Places:
     """What stands in the place of the patch embedding of a model runner's image encoder."""
     encoder = known_encoder(runner.model)
     if isinstance(encoder, str):
@@ -79,7 +80,7 @@ def patch_embeddings(runner: Any) -> Places:
     return [Place(encoder.patch_embed, "forward", PatchEmbedding(encoder.patch_embed))]
 
 
-def attentions(runner: Any) -> Places:
+def attentions(runner: ModelRunner) -> Places:
     """What stands in the place of the attentions of a model runner's image encoder."""
     encoder = known_encoder(runner.model)
     if isinstance(encoder, str):

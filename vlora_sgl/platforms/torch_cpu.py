@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
 
 import torch
 from torch.jit._builtins import _find_builtin, _get_builtin_table
@@ -53,7 +52,7 @@ def without_pinning(name: str) -> list[Place]:
     factory = getattr(torch, name)
 
     @functools.wraps(factory)
-    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def call(*args: object, **kwargs: object) -> torch.Tensor:
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 

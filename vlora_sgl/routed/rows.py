@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlora_sgl._sgl_types import ForwardBatch, ModelRunner, MultimodalInputs
 from vlora_sgl.kernels.atmm import Pairs, Routing
 from vlora_sgl.routed.regroup import Routed, add_gates, device_tiles, host_groups, others, put
 from vlora_sgl.routed.router_tables import RoutedRows, RouterTables
@@ -55,12 +56,12 @@ class TokenRouting:
         self._taken = np.zeros(0, dtype=np.int64)  # the rows of all parts
         self._always: Pairs = ()
 
-    def exceeds_graph(self, forward_batch: Any) -> bool:
+    def exceeds_graph(self, forward_batch: ForwardBatch) -> bool:
         """Whether a batch has routed adapters but more rows than a captured graph can route."""
         many = forward_batch.batch_size > self._tables.max_rows
         return many and any(adapter in self._loaded for adapter in forward_batch.lora_ids or ())
 
-    def prepare(self, forward_batch: Any, always: Pairs) -> None:
+    def prepare(self, forward_batch: ForwardBatch, always: Pairs) -> None:
         """Note what the routers will have to know of the batch that runs next.
 
         Args:
@@ -71,11 +72,11 @@ class TokenRouting:
         batch, adapters = self._backend.batch_info, forward_batch.lora_ids
         if batch is None:
             return
-        named = [adapter for adapter in dict.fromkeys(adapters) if adapter in self._loaded]
+        named = [adapter for adapter in dict.fromkeys(adapters) if adapter is not None and adapter in self._loaded]
         if not batch.in_graph:
             self._parts = self._parts_of(named, forward_batch)
         elif not batch.prefill and forward_batch.batch_size <= self._tables.max_rows:
-            indices = [self._loaded[a].index if a in self._loaded else -1 for a in adapters]
+            indices = [self._loaded[a].index if a is not None and a in self._loaded else -1 for a in adapters]
             members = {
                 self._loaded[name].index: [
                     (self._slot_of(uid), self._scaling_of(uid)) for uid in self._loaded[name].members
@@ -84,7 +85,7 @@ class TokenRouting:
             }
             self._tables.refresh(indices, members)
 
-    def _parts_of(self, named: Sequence[str], forward_batch: Any) -> list[tuple[LoadedRouted, RoutedRows]]:
+    def _parts_of(self, named: Sequence[str], forward_batch: ForwardBatch) -> list[tuple[LoadedRouted, RoutedRows]]:
         lengths = row_lengths(forward_batch)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         if forward_batch.forward_mode.is_extend():
@@ -117,7 +118,7 @@ class TokenRouting:
         self._taken = np.concatenate([*taken, self._taken[:0]])
         return parts
 
-    def route(self, x: torch.Tensor, forward_batch: Any) -> None:
+    def route(self, x: torch.Tensor, forward_batch: ForwardBatch) -> None:
         """Before the first decoder layer, decide by the input embeddings [T, hidden] which members apply where."""
         batch, tables = self._backend.batch_info, self._tables
         if batch is None:
@@ -131,7 +132,7 @@ class TokenRouting:
                 forward_batch.seq_lens, forward_batch.out_cache_loc,
             )  # fmt: skip
 
-    def _routed(self, routing: Routing, x: torch.Tensor, forward_batch: Any) -> Routing:
+    def _routed(self, routing: Routing, x: torch.Tensor, forward_batch: ForwardBatch) -> Routing:
         """The batch's routing with its routed rows, given the input embeddings x [M, hidden]."""
         on_host = self._tables.device.type == "cpu"
         weights_of = self._tables.weights_of if on_host else self._tables.route_prefill
@@ -150,14 +151,14 @@ class TokenRouting:
         return routing
 
 
-def row_lengths(forward_batch: Any) -> list[int]:
+def row_lengths(forward_batch: ForwardBatch) -> list[int]:
     """Tokens of every row of SGLang's ``ForwardBatch``."""
     if forward_batch.forward_mode.is_extend():
         return [int(n) for n in forward_batch.extend_seq_lens_cpu]
     return [1] * forward_batch.batch_size
 
 
-def modalities_of(inputs: Any, start: int, length: int) -> np.ndarray:
+def modalities_of(inputs: MultimodalInputs | None, start: int, length: int) -> np.ndarray:
     """[length] int64 into ``MODALITIES``: what the tokens [start, start + length) of a prompt are.
 
     Args:
@@ -171,7 +172,7 @@ def modalities_of(inputs: Any, start: int, length: int) -> np.ndarray:
     return kinds
 
 
-def token_routing(runner: Any) -> Places:
+def token_routing(runner: ModelRunner) -> Places:
     """What stands in the place of the first decoder layer's ``forward``."""
     manager = getattr(runner, "lora_manager", None)
     if manager is None or manager.token_routing is None:
@@ -179,7 +180,7 @@ def token_routing(runner: Any) -> Places:
     layer, routing = manager.first_layer(), manager.token_routing
     own = layer.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         _, x, forward_batch, *_ = (*args, *kwargs.values())
         routing.route(x, forward_batch)
         return own(*args, **kwargs)

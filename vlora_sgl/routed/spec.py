@@ -20,7 +20,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -130,7 +129,7 @@ def write_routed(directory: str | Path, members: list[str], router: Router, top_
     save_file({n: p.detach().cpu().contiguous() for n, p in router.named_parameters()}, directory / ROUTER_FILE)
 
 
-def _compositional(adapters: Any, name: str, path: Path) -> RoutedSpec:
+def _compositional(adapters: object, name: str, path: Path) -> RoutedSpec:
     if not isinstance(adapters, dict) or not adapters:
         raise AdapterError(f"{path}: adapters must map names to their adapters by modality, got {adapters!r}")
     entry = name.rpartition("/")[2]
@@ -145,13 +144,13 @@ def _compositional(adapters: Any, name: str, path: Path) -> RoutedSpec:
     return RoutedSpec(tuple(members), modalities=_modalities(table, members, path))
 
 
-def _modalities(table: Any, members: list[str], path: Path) -> dict[str, int]:
+def _modalities(table: object, members: list[str], path: Path) -> dict[str, int]:
     if not isinstance(table, dict) or not table.keys() <= set(MODALITIES):
         raise AdapterError(f"{path}: modalities are {MODALITIES}, got {table!r}")
     return {modality: _member(member, members, path) for modality, member in table.items()}
 
 
-def _range(entry: Any, members: list[str], vocabulary: int, path: Path) -> tuple[int, int, int]:
+def _range(entry: object, members: list[str], vocabulary: int, path: Path) -> tuple[int, int, int]:
     if not isinstance(entry, dict) or entry.keys() != {"from", "to", "member"}:
         raise AdapterError(f'{path}: a range is {{"from": id, "to": id, "member": name}}, got {entry!r}')
     first, end = entry["from"], entry["to"]
@@ -160,7 +159,7 @@ def _range(entry: Any, members: list[str], vocabulary: int, path: Path) -> tuple
     return first, end, _member(entry["member"], members, path)
 
 
-def _member(name: Any, members: list[str], path: Path) -> int:
+def _member(name: object, members: list[str], path: Path) -> int:
     if name not in members:
         raise AdapterError(f"{path}: {name!r} is no member; members are {members}")
     return members.index(name)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,16 +24,16 @@ class Metadata:
 
 
 class Backend:
-    def __init__(self, new, cached):
+    def __init__(self, new: Any, cached: Any) -> None:
         bounds = [torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int() for lengths in (new, cached)]
         self.forward_metadata = Metadata(*bounds, torch.arange(100, 100 + sum(cached)), max(new))
 
-    def forward(self, q, k, v, layer, batch):
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any) -> Any:
         batch._attn_output[: int(self.forward_metadata.qo_indptr[-1])] = q
         return batch._attn_output
 
 
-def tables(backend):
+def tables(backend: Any) -> Any:
     return CapturedAttention(backend, "cpu")
 
 
@@ -49,11 +50,11 @@ def tables(backend):
         (8, [MAX_CACHED, 1], False),
     ],
 )
-def test_what_a_graph_serves(tokens, cached, served):
+def test_what_a_graph_serves(tokens: Any, cached: Any, served: bool) -> None:
     assert CapturedAttention.serves(tokens, cached) is served
 
 
-def test_requests_that_are_not_there_have_no_tokens():
+def test_requests_that_are_not_there_have_no_tokens() -> None:
     attention = tables(Backend([3, 5], [2, 7]))
     attention.capture(16, lambda: None)
     seen = attention.backend.forward_metadata
@@ -65,7 +66,7 @@ def test_requests_that_are_not_there_have_no_tokens():
     assert seen.max_extend_len == 16
 
 
-def test_a_smaller_batch_leaves_nothing_of_the_one_before():
+def test_a_smaller_batch_leaves_nothing_of_the_one_before() -> None:
     attention = tables(Backend([4] * 8, [1] * 8))
     attention.capture(32, lambda: None)
     seen = attention.backend.forward_metadata
@@ -76,11 +77,11 @@ def test_a_smaller_batch_leaves_nothing_of_the_one_before():
     assert seen.kv_indptr.tolist() == [0] * 9
 
 
-def test_rows_past_the_batch_come_out_as_zeros_and_the_backend_is_left_as_it_was():
+def test_rows_past_the_batch_come_out_as_zeros_and_the_backend_is_left_as_it_was() -> None:
     backend = Backend([2], [0])
     batch = SimpleNamespace(_attn_output=torch.full((4, 3), float("nan")))
 
-    def forward():
+    def forward() -> Any:
         return backend.forward(torch.ones(2, 3), None, None, None, batch)
 
     attention = tables(backend)

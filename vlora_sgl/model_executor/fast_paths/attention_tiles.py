@@ -11,6 +11,7 @@ Where SGLang has flash attention of its own, that is the default and nothing her
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vlora_sgl import _sgl
@@ -33,11 +34,11 @@ class Retiled:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., object]:
         """The launcher for SGLang's grid (requests, heads, blocks of queries), as Triton's own functions have it."""
         requests, heads, blocks = grid
 
-        def launch(*args: Any, **options: Any) -> Any:
+        def launch(*args: object, **options: Any) -> object:
             if options["BLOCK_DMODEL"] <= WIDEST and THEIRS.items() <= options.items():
                 # A block too many returns at once.
                 return self.kernel[requests, heads, 2 * blocks](*args, **{**options, **OURS})
@@ -46,7 +47,7 @@ class Retiled:
         return launch
 
 
-def tiles(_: Any) -> Places:
+def tiles(_: object) -> Places:
     """What has every attention of this process take the tile."""
     name = _sgl.NAMES["extend_attention_kernel"].partition(":")[2]
     return unmeasured() or [Place(_sgl.extend_attention, name, Retiled(_sgl.extend_attention_kernel))]

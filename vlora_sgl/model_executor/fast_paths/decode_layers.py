@@ -11,11 +11,13 @@ Where SGLang has flash attention of its own, that is the default and nothing her
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import ForwardBatch, MHATokenToKVPool, ModelRunner, Qwen2Attention, RMSNorm
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 from vlora_sgl.kernels.decode_attention import MAX_GROUP, WIDTHS, decode_attention
 from vlora_sgl.kernels.devices import ARRIVALS
@@ -43,7 +45,7 @@ class Attention:
         inner: SGLang's, which serves what ``decode_attention`` does not.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Callable[..., None]) -> None:
         self.inner = inner
 
     def __call__(
@@ -61,7 +63,7 @@ class Attention:
         sm_scale: float,
         k_scale: float,
         v_scale: float,
-        **options: Any,
+        **options: object,
     ) -> None:
         """As SGLang's, in its order of arguments."""
         plain = all(options.get(name, value) == value for name, value in PLAIN.items())
@@ -97,11 +99,13 @@ class Rotation:
         pool: the cache of keys and values.
     """
 
-    def __init__(self, layer: Any, pool: Any) -> None:
+    def __init__(self, layer: Qwen2Attention, pool: MHATokenToKVPool) -> None:
         self.layer, self.pool = layer, pool
         self._own = layer.forward
 
-    def __call__(self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+    def __call__(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
         """As the layer: [T, hidden] of hidden_states [T, hidden]. Only decoding is done here."""
         layer = self.layer
         if not forward_batch.forward_mode.is_decode() or positions.dim() != 2:
@@ -125,13 +129,13 @@ class Norm:
         layer: SGLang's, with one weight for all.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: RMSNorm) -> None:
         self.layer = layer
         self._own = layer.forward
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: Any = None
-    ) -> Any:
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: object = None
+    ) -> object:
         """As the layer. Only few rows with a residual are done here, in place as there: (normed, residual)."""
         few = x.dim() == 2 and 0 < len(x) <= DENSE_MAX_ROWS and x.stride(1) == 1
         if residual is None or post_residual_addition is not None or not few:
@@ -140,7 +144,7 @@ class Norm:
         return x, residual
 
 
-def can_norm(layer: Any, dtype: torch.dtype) -> bool:
+def can_norm(layer: RMSNorm, dtype: torch.dtype) -> bool:
     """Whether ``Norm`` may stand for a layer of a model in ``dtype``."""
     return (
         layer.has_weight
@@ -150,7 +154,7 @@ def can_norm(layer: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def can_rotate(layer: Any, pool: Any, dtype: torch.dtype) -> bool:
+def can_rotate(layer: Qwen2Attention, pool: MHATokenToKVPool, dtype: torch.dtype) -> bool:
     """Whether ``Rotation`` may stand for a layer of a model in ``dtype``: plain keys and values in the same dtype, and
     positions whose three axes have columns of their own."""
     rotary = layer.rotary_emb
@@ -168,7 +172,7 @@ def can_rotate(layer: Any, pool: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def refusal(runner: Any) -> str | None:
+def refusal(runner: ModelRunner) -> str | None:
     """Why a model runner's decoding steps are left to SGLang's kernels; ``None`` if they are not."""
     backend = runner.attn_backend
     if (why := unmeasured()) is not None:
@@ -180,26 +184,26 @@ def refusal(runner: Any) -> str | None:
     return "decode context parallelism" if backend.dcp_size > 1 else None
 
 
-def attention(runner: Any) -> Places:
+def attention(runner: ModelRunner) -> Places:
     """What stands in the place of the attention kernels of a decoding step."""
     backend = runner.attn_backend
     return refusal(runner) or [Place(backend, "decode_attention_fwd", Attention(backend.decode_attention_fwd))]
 
 
-def norms(runner: Any) -> Places:
+def norms(runner: ModelRunner) -> Places:
     """What stands in the place of a model runner's norms."""
-    layers = [layer for layer in runner.model.modules() if type(layer) is _sgl.RMSNorm]
+    layers: list[Any] = [layer for layer in runner.model.modules() if type(layer) is _sgl.RMSNorm]
     return refusal(runner) or [
         Place(layer, "forward", Norm(layer)) for layer in layers if can_norm(layer, runner.dtype)
     ]
 
 
-def rotations(runner: Any) -> Places:
+def rotations(runner: ModelRunner) -> Places:
     """What stands in the place of a model runner's attention layers."""
     if (why := refusal(runner)) is not None:
         return why
     pool = runner.token_to_kv_pool
-    layers = [layer for layer in runner.model.modules() if _sgl.is_a(layer, "Qwen2Attention")]
+    layers: list[Any] = [layer for layer in runner.model.modules() if _sgl.is_a(layer, "Qwen2Attention")]
     layers = [layer for layer in layers if can_rotate(layer, pool, runner.dtype)]
     for layer in layers:
         # As SGLang does at a first forward: a graph would keep the address of what that replaces.

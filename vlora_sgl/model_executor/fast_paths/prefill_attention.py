@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vlora_sgl import _sgl, seams
+from vlora_sgl._sgl_types import ModelRunner, TritonAttnBackend
 from vlora_sgl.model_executor.fast_paths import switched_off
 
 MAX_TOKENS = 512
@@ -35,7 +36,7 @@ class CapturedAttention:
         device: where its kernels run.
     """
 
-    def __init__(self, backend: Any, device: torch.device | str) -> None:
+    def __init__(self, backend: TritonAttnBackend, device: torch.device | str) -> None:
         self.backend = backend
         self._new = torch.zeros(MAX_REQUESTS + 1, dtype=torch.int32, device=device)
         self._cached = torch.zeros(MAX_REQUESTS + 1, dtype=torch.int32, device=device)
@@ -76,7 +77,7 @@ class CapturedAttention:
         if cached:
             self._places[:cached].copy_(metadata.kv_indices[:cached])
 
-    def capture(self, tokens: int, forward: Callable[[], Any]) -> Callable[[], Any]:
+    def capture(self, tokens: int, forward: Callable[[], object]) -> Callable[[], object]:
         """``forward`` without stops at its attentions, which read the tables. For ``tokens`` tokens of one request.
 
         Rows past the batch's tokens come out as zeros: how many those are is not known when the graph is captured.
@@ -93,11 +94,13 @@ class CapturedAttention:
 
         attend = self.backend.forward
 
-        def attend_on_zeros(q: Any, k: Any, v: Any, layer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def attend_on_zeros(
+            q: object, k: object, v: object, layer: object, batch: Any, *args: object, **kwargs: object
+        ) -> torch.Tensor:
             batch._attn_output.zero_()
             return attend(q, k, v, layer, batch, *args, **kwargs)
 
-        def whole() -> Any:
+        def whole() -> object:
             token = _sgl.breakable_capture.set(None)  # what stops a capture asks for it
             try:
                 with seams.swapped("TritonAttnBackend.forward", self.backend, "forward", attend_on_zeros):
@@ -108,7 +111,7 @@ class CapturedAttention:
         return whole
 
 
-def captured_attention(runner: Any) -> CapturedAttention | None:
+def captured_attention(runner: ModelRunner) -> CapturedAttention | None:
     """For a model runner whose attention can be captured; ``None`` for other backends and kinds of attention."""
     backend, why = runner.attn_backend, switched_off()
     if not _sgl.is_a(backend, "TritonAttnBackend"):
