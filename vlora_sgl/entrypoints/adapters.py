@@ -86,7 +86,8 @@ def mount(app: Any) -> None:
     One by one: SGLang's guard looks for the admin mark in the application's own list, where FastAPI hides an included
     router's routes.
     """
-    server, routes, kind = _sgl.http_server, app.router.routes, app.router.route_class
+    server, kind = _sgl.http_server, app.router.route_class
+    routes: list[Any] = app.router.routes
     replaced: dict[Any, Any] = {
         server.available_models: list_models,
         server.retrieve_model: retrieve_model,
