@@ -159,7 +159,7 @@ def install_clock(scheduler_class: Any) -> None:
         Path(f"{path}.{self.ps.tp_rank}").write_text(json.dumps(rows))
 
     def force_mode(self: Any, mode: str) -> None:
-        self.vlora_args = dataclasses.replace(self.vlora_args, mode=mode)
+        self.planning.change(dataclasses.replace(self.planning.args, mode=mode))
 
     scheduler_class.run_batch = run_batch
     scheduler_class.write_steps = write_steps

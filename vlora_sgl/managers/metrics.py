@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-
-from prometheus_client import CollectorRegistry
+from typing import TYPE_CHECKING
 
 from vlora_sgl.core import JsonDict
+
+if TYPE_CHECKING:
+    # Not while running: prometheus_client decides at import whether its values go to files.
+    from prometheus_client import CollectorRegistry
 
 GAUGES: dict[str, tuple[str, ...]] = {
     "mode_share": ("Share of the iterations so far that ran in this mode.", "mode"),
