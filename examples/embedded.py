@@ -56,14 +56,9 @@ def drawn(folder: Path, count: int = 16) -> tuple[list[Picture], str]:
         path = folder / f"scene-{number:02}.png"
         Image.fromarray(image).save(path)
         here = np.nonzero(batch.size[number] > 0)[0]
-        pictures.append(Picture(path, frozenset(object_name(batch, number, k) for k in here)))
+        pictures.append(Picture(path, frozenset(scenes.object_name(batch, number, k) for k in here)))
     names = sorted({name for picture in pictures for name in picture.shows})
     return pictures, max(names, key=lambda name: sum(name in picture.shows for picture in pictures))
-
-
-def object_name(batch: scenes.Scenes, scene: int, slot: int) -> str:
-    """An object as the model names it, as in "red circle"."""
-    return f"{tuple(scenes.COLOURS)[batch.colour[scene, slot]]} {scenes.SHAPES[batch.shape[scene, slot]]}"
 
 
 def held_out(domain: str, folder: Path, each: int) -> list[Picture]:
@@ -106,7 +101,7 @@ def moving_object(seed: int, length: int = 30) -> Clip:
     side = frames[0].width
     (x, y), half = (start + (length // 2) / (length - 1) * (end - start))[0, 0], key_frames[0].size[0, 0]
     box = vlora.Box(*(float(edge) / side for edge in (x - half, y - half, x + half, y + half)))
-    return Clip(frames, direction, object_name(key_frames[0], 0, 0), box)
+    return Clip(frames, direction, scenes.object_name(key_frames[0], 0, 0), box)
 
 
 def handwritten(count: int, seed: int, length: int = 30) -> list[Clip]:

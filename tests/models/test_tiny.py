@@ -21,7 +21,6 @@ from vlora_sgl.heads import load_heads, read_description
 from vlora_sgl.models import tiny
 from vlora_sgl.routed.spec import read_routed
 
-CPU = torch.device("cpu")
 FIVE = ("colour", "shape", "count", "position", "digit")
 
 
@@ -41,15 +40,15 @@ def test_batched_forward_equals_the_stock_one(shipped: Any, images: int) -> None
     content = [{"type": "image"}] * images + [{"type": "text", "text": S.MOTION_QUESTION}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     inputs = processor(text=[text], images=pictures, return_tensors="pt")
-    encoder = batches.Encoder(processor.tokenizer)
-    ids, _ = encoder.dialogue([(S.MOTION_QUESTION, "left")], images=images)
-    assert ids[: inputs["input_ids"].shape[1]] == inputs["input_ids"][0].tolist()
-    mean, std = torch.tensor(processor.image_processor.image_mean), torch.tensor(processor.image_processor.image_std)
-    pixels = batches.patches(drawn, mean, std)
+    encoder, asked = batches.Encoder(processor.tokenizer), (S.MOTION_QUESTION, "left")
+    ids, _, index, segment = (part[: inputs["input_ids"].shape[1]] for part in encoder.row([asked], images=images))
+    assert ids == inputs["input_ids"][0].tolist()
+    pixels = batches.patches(drawn, processor)
     torch.testing.assert_close(pixels.flatten(0, 1), inputs["pixel_values"], atol=1e-5, rtol=0)
     with torch.no_grad():
         tokens = batches.encode_images(model.model.visual, pixels)
-        ours = model.lm_head(batches.forward(model, inputs["input_ids"], tokens.flatten(0, 1), encoder.image_token))
+        places = torch.tensor([ids]), tokens.flatten(0, 1), torch.tensor([index]), torch.tensor([segment])
+        ours = model.lm_head(batches.forward(model, *places))
         stock = model(**inputs).logits
     torch.testing.assert_close(ours, stock, atol=2e-4, rtol=1e-4)
 
@@ -59,22 +58,20 @@ def test_a_question_that_stands_alone_is_a_dialogue_of_its_own(shipped: Any) -> 
     """Questions of one row see neither each other nor each other's positions."""
     model, processor = shipped
     encoder = batches.Encoder(processor.tokenizer)
-    asked = [("colour", "What color is the ring?", "red"), ("count", "How many objects are there?", "3"),
-             ("at", "What is at the top left?", "red ring")]  # fmt: skip
-    rows = batches.Rows(encoder, 1, batches.ROW_TOKENS)
-    rows.alone(0, encoder.prefix(system=True), asked)
-    batch = rows.tensors()
-    mean, std = torch.tensor(processor.image_processor.image_mean), torch.tensor(processor.image_processor.image_std)
-    pixels = batches.patches(S.render(S.sample(1, np.random.default_rng(1))), mean, std)
+    asked = [("What color is the ring?", "red"), ("How many objects are there?", "3"),
+             ("What is at the top left?", "red ring")]  # fmt: skip
+    batch = encoder.tensors([encoder.row(asked, system=True, alone=True)])
+    pixels = batches.patches(S.render(S.sample(1, np.random.default_rng(1))), processor)
     tokens = batches.encode_images(model.model.visual, pixels).flatten(0, 1)
-    hidden = batches.forward(model, batch["ids"], tokens, encoder.image_token, batch["index"], batch["segment"])
+    hidden = batches.forward(model, batch["ids"], tokens, batch["index"], batch["segment"])
     found = hidden.flatten(0, 1)[batch["where"]]
     expected, wanted = [], []
-    for _, question, answer in asked:
-        ids, labels = encoder.dialogue([(question, answer)], system=True)
+    for question, answer in asked:
+        ids, labels, index, segment = encoder.row([(question, answer)], system=True)
+        assert (index, segment) == (list(range(len(ids))), [0] * len(ids))
         whole = f"{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
         assert ids[-len(encoder.piece(whole)) :] == encoder.piece(whole)
-        one = batches.forward(model, torch.tensor([ids]), tokens, encoder.image_token)[0]
+        one = batches.forward(model, torch.tensor([ids]), tokens, torch.tensor([index]), torch.tensor([segment]))[0]
         places = [i for i in range(len(ids) - 1) if labels[i + 1] != batches.IGNORE]
         expected.append(one[places])
         wanted += [labels[i + 1] for i in places]
@@ -82,15 +79,38 @@ def test_a_question_that_stands_alone_is_a_dialogue_of_its_own(shipped: Any) -> 
     assert batch["wanted"].tolist() == wanted
 
 
+def test_rows_of_one_dialogue_are_what_the_chat_template_makes(shipped: Any) -> None:
+    """Several turns, a system prompt; in batches of clips, too, only answers are wanted."""
+    processor = shipped[1]
+    encoder = batches.Encoder(processor.tokenizer)
+    turns = [("What color is the ring?", "red"), ("Where is the red ring?", "top left")]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "You are a helpful assistant."}]
+    for number, (question, answer) in enumerate(turns):
+        image = [{"type": "image"}] if number == 0 else []
+        messages.append({"role": "user", "content": [*image, {"type": "text", "text": question}]})
+        messages.append({"role": "assistant", "content": answer})
+    text = processor.apply_chat_template(messages).removesuffix("\n")
+    ids, labels, index, segment = encoder.row(turns, system=True)
+    blank = S.render(S.sample(1, np.random.default_rng(1)))[0].permute(1, 2, 0).numpy()
+    assert ids == processor(text=[text], images=[Image.fromarray(blank)])["input_ids"][0]
+    assert (index, segment) == (list(range(len(ids))), [0] * len(ids))
+    said = [token for token, label in zip(ids, labels, strict=True) if label != batches.IGNORE]
+    assert processor.tokenizer.decode(said) == "red<|im_end|>top left<|im_end|>"
+    clips = batches.make_batch(encoder, 8, seed=7, moving=True)
+    assert len(clips["frames"]) == 3 and clips["cells"] is None
+    assert processor.tokenizer.decode(clips["ids"].flatten().tolist()).count(S.MOTION_QUESTION) >= 4
+    assert (clips["ids"].flatten()[clips["where"] + 1] == clips["wanted"]).all()
+
+
 def test_a_batch_asks_every_kind_of_question_and_fills_its_rows(shipped: Any) -> None:
     encoder = batches.Encoder(shipped[1].tokenizer)
-    batch = batches.scene_batch(encoder, 24, seed=1)
-    assert batch["ids"].shape == (24, batches.ROW_TOKENS)
+    batch = batches.make_batch(encoder, 24, seed=1)
+    assert batch["ids"].shape == (24, batches.ROW_TOKENS[1])
     assert (batch["ids"] != encoder.pad).float().mean() > 0.7
     text = shipped[1].tokenizer.decode(batch["ids"].flatten().tolist())
     for piece in ("What color is", "What shape is", "How many", "Where is", "Is there", "digit", "box", "Repeat"):
         assert piece in text
-    again = batches.scene_batch(encoder, 24, seed=1)
+    again = batches.make_batch(encoder, 24, seed=1)
     assert all(torch.equal(batch[k], again[k]) for k in ("ids", "index", "segment", "where", "wanted"))
 
 
@@ -124,7 +144,7 @@ def test_shipped_model_answers_unseen_scenes(shipped: Any) -> None:
     from tools.tiny.train import accuracy
 
     model, processor = shipped
-    found = accuracy(model, processor, CPU, scenes=60, seed=99, kinds=FIVE)
+    found = accuracy(model, processor, scenes=60, seed=99, kinds=FIVE)
     for kind in FIVE:
         assert found[kind]["accuracy"] >= 0.85, (kind, found[kind])
         assert found[kind]["blind"] <= found[kind]["chance"] + 0.1, (kind, found[kind])
@@ -174,10 +194,10 @@ def test_half_a_minute_of_training_on_the_cpu_beats_chance() -> None:
     torch.manual_seed(0)
     processor = build.build_processor(build.build_tokenizer(S.corpus()))
     model = Qwen2_5_VLForConditionalGeneration(build.build_config(processor.tokenizer, small=True))
-    log = pretrain(model, processor, CPU, 150, batch_size=8, workers=0, seed=0, kinds=("pattern",), log_every=10)
+    log = pretrain(model, processor, 150, batch_size=8, seed=0, kinds=("pattern",))
     losses = [row["answer_loss"] for row in log]
     assert losses[-1] < 0.5 * max(losses), losses
-    pattern = accuracy(model, processor, CPU, scenes=100, seed=5, batch=50, kinds=("pattern",))["pattern"]
+    pattern = accuracy(model, processor, scenes=100, seed=5, kinds=("pattern",))["pattern"]
     assert pattern["accuracy"] > pattern["chance"] + 0.15, pattern
 
 

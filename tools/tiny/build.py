@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 IMAGE_SIDE = 112  # pixels; 8 x 8 patches of 14, merged 2 x 2 into 4 x 4 image tokens
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+SPECIAL_TOKENS = tuple(
+    f"<|{name}|>"
+    for name in ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 )
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -29,23 +23,13 @@ VOCABULARY_SIZE = 1024
 
 def build_tokenizer(corpus: Iterable[str]) -> Any:
     """A byte-level BPE tokenizer trained on ``corpus``: any text can be encoded, the corpus's words in one token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        corpus,
-        trainers.BpeTrainer(
-            vocab_size=VOCABULARY_SIZE - 64,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            min_frequency=1,
-            show_progress=False,
-        ),
-    )
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(corpus, VOCABULARY_SIZE - 64, min_frequency=1, show_progress=False)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=4096
+        tokenizer_object=trained._tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=4096
     )
     fast.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
     return fast
@@ -101,16 +85,3 @@ def build_config(tokenizer: Any, small: bool = False) -> Any:
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-
-
-def save(model: Any, processor: Any, directory: Path) -> None:
-    """Write a model directory that transformers and SGLang load as it is; weights in bfloat16."""
-    import copy
-
-    import torch
-
-    half = copy.deepcopy(model).to(torch.bfloat16)
-    half.generation_config.eos_token_id = model.config.text_config.eos_token_id
-    half.generation_config.pad_token_id = processor.tokenizer.pad_token_id
-    half.save_pretrained(directory)
-    processor.save_pretrained(directory)

@@ -31,32 +31,30 @@ QUESTIONS = {
     "actions": "Which action is shown?",
     "counting": "How many handwritten digits are there?",
 }
+ACTIONS = ("sliding", "growing", "spinning", "resting")
+SURFACES = ("brick", "grass", "gravel", "moon")
+SUBJECTS = ("person", "cat", "coffee", "rocket", "temple", "flower", "motorcycle", "galaxies", "tissue", "eye")
+DIGITS = tuple(map(str, range(10)))
 MOST_DIGITS = 5  # in a picture of the counting domain
 HEADS: dict[str, tuple[dict[str, Any], ...]] = {
-    "actions": ({"name": "action", "kind": "classify", "labels": ["sliding", "growing", "spinning", "resting"]},),
+    "actions": ({"name": "action", "kind": "classify", "labels": list(ACTIONS)},),
     "counting": (
         {"name": "digits", "kind": "count", "maximum": MOST_DIGITS},
         {"name": "find", "kind": "detect", "labels": ["digit"], "threshold": 0.5, "overlap": 0.5},
     ),
-    "digits": ({"name": "digit", "kind": "classify", "labels": [str(d) for d in range(10)]},),
-    "photos": (
-        {
-            "name": "subject",
-            "kind": "classify",
-            "labels": [
-                "person", "cat", "coffee", "rocket", "temple", "flower", "motorcycle", "galaxies", "tissue", "eye",
-            ],
-        },
-    ),
-    "surfaces": ({"name": "material", "kind": "classify", "labels": ["brick", "grass", "gravel", "moon"]},),
-}  # fmt: skip
+    "digits": ({"name": "digit", "kind": "classify", "labels": list(DIGITS)},),
+    "photos": ({"name": "subject", "kind": "classify", "labels": list(SUBJECTS)},),
+    "surfaces": ({"name": "material", "kind": "classify", "labels": list(SURFACES)},),
+}
 """The vision heads trained with each domain's adapter, as ``vlora_adapter.json`` describes them."""
 
 
-def _split(items: Sequence[object], rng: np.random.Generator, shares: Shares = SHARES) -> list[list[object]]:
+def _split(
+    items: Sequence[np.ndarray] | np.ndarray, rng: np.random.Generator, shares: Shares = SHARES
+) -> list[list[np.ndarray]]:
     order = rng.permutation(len(items))
-    first, second = round(shares[0] * len(items)), round((shares[0] + shares[1]) * len(items))
-    return [[items[k] for k in part] for part in (order[:first], order[first:second], order[second:])]
+    ends = [round(shares[0] * len(items)), round((shares[0] + shares[1]) * len(items))]
+    return [[items[k] for k in part] for part in np.split(order, ends)]
 
 
 def _picture(array: np.ndarray) -> Image.Image:
@@ -84,29 +82,31 @@ def _from_classes(
     for label, items in classes.items():
         for number, part in enumerate(_split(items, rng, shares)):
             for item in part:
-                assert isinstance(item, np.ndarray)
                 splits[number].append(([_picture(item)], QUESTIONS[name], label))
                 if number == 0:
                     splits[0] += [([_picture(_turned(item, rng))], QUESTIONS[name], label) for _ in range(copies)]
     return splits
 
 
-def digits() -> list[list[Row]]:
-    """1,797 handwritten digits, 8 x 8 grey (scikit-learn, UCI optical recognition)."""
+def _handwritten() -> tuple[np.ndarray, np.ndarray]:
+    """1,797 handwritten digits, (N, 8, 8) uint8 (scikit-learn, UCI optical recognition), and which they are, (N,)."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    classes = {
-        str(d): [(data.images[i] * 15.9).astype(np.uint8) for i in np.nonzero(data.target == d)[0]] for d in range(10)
-    }
-    return _from_classes("digits", classes, copies=0, seed=1)
+    return (data.images * 15.9).astype(np.uint8), data.target
+
+
+def digits() -> list[list[Row]]:
+    """The handwritten digits."""
+    images, shown = _handwritten()
+    return _from_classes("digits", {d: list(images[shown == int(d)]) for d in DIGITS}, copies=0, seed=1)
 
 
 def surfaces(side: int = 48, shares: Shares = SHARES) -> list[list[Row]]:
     """Tiles of photographed brick, grass and gravel, and of the moon (scikit-image); ``side`` in pixels."""
     from skimage import data
 
-    classes = {name: _tiles(getattr(data, name)(), side) for name in ("brick", "grass", "gravel", "moon")}
+    classes = {name: _tiles(getattr(data, name)(), side) for name in SURFACES}
     return _from_classes("surfaces", classes, copies=2, seed=2, shares=shares)
 
 
@@ -115,19 +115,19 @@ def photos(side: int = 80, shares: Shares = SHARES) -> list[list[Row]]:
     from skimage import data
     from sklearn.datasets import load_sample_image
 
-    pictures = {
-        "person": data.astronaut(),
-        "cat": data.chelsea(),
-        "coffee": data.coffee(),
-        "rocket": data.rocket(),
-        "temple": load_sample_image("china.jpg"),
-        "flower": load_sample_image("flower.jpg"),
-        "motorcycle": data.stereo_motorcycle()[0],
-        "galaxies": data.hubble_deep_field()[:640, :640],
-        "tissue": data.immunohistochemistry(),
-        "eye": data.retina()[300:1100, 300:1100],
-    }
-    classes = {name: _tiles(picture, side) for name, picture in pictures.items()}
+    pictures = (
+        data.astronaut(),
+        data.chelsea(),
+        data.coffee(),
+        data.rocket(),
+        load_sample_image("china.jpg"),
+        load_sample_image("flower.jpg"),
+        data.stereo_motorcycle()[0],
+        data.hubble_deep_field()[:640, :640],
+        data.immunohistochemistry(),
+        data.retina()[300:1100, 300:1100],
+    )
+    classes = {name: _tiles(picture, side) for name, picture in zip(SUBJECTS, pictures, strict=True)}
     return _from_classes("photos", classes, copies=2, seed=3, shares=shares)
 
 
@@ -142,19 +142,11 @@ def faces(shares: Shares = SHARES) -> list[list[Row]]:
 
 def actions() -> list[list[Row]]:
     """Three-frame clips of a handwritten digit that slides, grows, spins or rests; clips of a split use its digits."""
-    from sklearn.datasets import load_digits
-
     rng = np.random.default_rng(5)
-    images = [(image * 15.9).astype(np.uint8) for image in load_digits().images[:900]]
-    splits: list[list[Row]] = []
-    for part in _split(images, rng):
-        rows: list[Row] = []
-        for item in part:
-            assert isinstance(item, np.ndarray)
-            action = ("sliding", "growing", "spinning", "resting")[rng.integers(0, 4)]
-            rows.append((_clip(item, action, rng), QUESTIONS["actions"], action))
-        splits.append(rows)
-    return splits
+    return [
+        [(_clip(digit, action := ACTIONS[rng.integers(0, 4)], rng), QUESTIONS["actions"], action) for digit in part]
+        for part in _split(_handwritten()[0][:900], rng)
+    ]
 
 
 def _clip(digit: np.ndarray, action: str, rng: np.random.Generator) -> list[Image.Image]:
@@ -165,13 +157,12 @@ def _clip(digit: np.ndarray, action: str, rng: np.random.Generator) -> list[Imag
     frames = []
     for t in range(3):
         glyph = Image.fromarray(digit).resize((side, side), Image.Resampling.BICUBIC)
-        spot = at.copy()
+        spot = at
         if action == "sliding":
             spot = at + (t - 1) * step
         elif action == "growing":
             grown = side + t * 16 - 8
-            glyph = glyph.resize((grown, grown))
-            spot = at - (grown - side) // 2
+            glyph, spot = glyph.resize((grown, grown)), at - (grown - side) // 2
         elif action == "spinning":
             glyph = glyph.rotate(t * turn, resample=Image.Resampling.BICUBIC)
         frame = Image.new("L", (IMAGE_SIDE, IMAGE_SIDE))
@@ -182,17 +173,13 @@ def _clip(digit: np.ndarray, action: str, rng: np.random.Generator) -> list[Imag
 
 def counting(pictures: tuple[int, int, int] = (1200, 120, 300), shares: Shares = SHARES) -> list[list[Row]]:
     """Pictures with none to five handwritten digits, and where they are; pictures of a split use its digits."""
-    from sklearn.datasets import load_digits
-
     rng = np.random.default_rng(6)
-    images = [(image * 15.9).astype(np.uint8) for image in load_digits().images]
     splits: list[list[Row]] = []
-    for part, number in zip(_split(images, rng, shares), pictures, strict=True):
+    for part, number in zip(_split(_handwritten()[0], rng, shares), pictures, strict=True):
         rows: list[Row] = []
         for _ in range(number):
             count = int(rng.integers(0, MOST_DIGITS + 1))
-            picked = [part[k] for k in rng.choice(len(part), count, replace=False)]
-            picture, boxes = _spread([np.asarray(digit) for digit in picked], rng)
+            picture, boxes = _spread([part[k] for k in rng.choice(len(part), count, replace=False)], rng)
             rows.append(([picture], QUESTIONS["counting"], str(count), boxes))
         splits.append(rows)
     return splits
@@ -213,12 +200,7 @@ def _spread(digits: Sequence[np.ndarray], rng: np.random.Generator) -> tuple[Ima
 
 
 DOMAINS: dict[str, Callable[[], list[list[Row]]]] = {
-    "actions": actions,
-    "counting": counting,
-    "digits": digits,
-    "faces": faces,
-    "photos": photos,
-    "surfaces": surfaces,
+    make.__name__: make for make in (actions, counting, digits, faces, photos, surfaces)
 }
 
 ADAPTERS: dict[str, tuple[str, str | None]] = {
