@@ -1,4 +1,4 @@
-"""Whatever a slot holds, a row that does not apply it keeps every bit: all entries of the operator, all kinds of poison.
+"""Whatever a slot holds, a row that does not apply it keeps every bit: all entries of the operator, all poisons.
 
 Each call is made twice with one launch, once with ordinary numbers in the slot. On a plain CPU the torch path; the
 kernels under Triton's interpreter, in a process of their own; and on the GPU.
