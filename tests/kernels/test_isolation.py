@@ -102,19 +102,11 @@ class Case:
 
     def slots(self, poison: str | None) -> tuple[torch.Tensor, torch.Tensor]:
         a, b, rank = self.a.clone(), self.b.clone(), self.ranks[POISONED]
-        for tensor, part, value in (
-            zip(
-                (a, b),
-                ((slice(None, rank),), (slice(None), slice(None, rank))),
-                POISONS[poison or ""][1:],
-                strict=True,
-            )
-            if poison
-            else ()
-        ):
-            if value is not None:
-                large = torch.finfo(tensor.dtype).max / 2 if value == "large" else value
-                tensor[(POISONED, *part)] = large  # type: ignore[index]
+        if poison is not None:
+            _, in_a, in_b = POISONS[poison]
+            for held, value in ((a[POISONED, :rank], in_a), (b[POISONED, :, :rank], in_b)):
+                if value is not None:
+                    held.fill_(torch.finfo(held.dtype).max / 2 if isinstance(value, str) else value)
         return a, b
 
 
