@@ -304,6 +304,81 @@ def test_what_cannot_be_served_is_refused_by_name(fault: str, good_adapter: Path
         read_adapter(directory, layout)
 
 
+# What no number may be, as JSON writes it: each in every field that is a number.
+NUMBERS = {
+    "nan": "NaN",
+    "infinity": "Infinity",
+    "minus-infinity": "-Infinity",
+    "past-float64": "1e999",
+    "past-float32": "1e308",
+    "digits": "1" + "0" * 400,
+    "too-many-digits": "1" + "0" * 5000,
+    "word": '"16"',
+    "nan-as-a-word": '"nan"',
+    "boolean": "true",
+    "nothing": "null",
+    "list": "[16]",
+    "object": "{}",
+}
+RANKS = {"negative": "-4", "zero": "0", "fraction": "4.5", "whole-float": "4.0"}
+FIELDS = {
+    "r": '"r": %s',
+    "lora_alpha": '"lora_alpha": %s',
+    "rank_pattern": '"rank_pattern": {"q_proj": %s}',
+    "alpha_pattern": '"alpha_pattern": {"q_proj": %s}',
+}
+
+
+def hostile_numbers() -> list[tuple[str, str]]:
+    values = {"r": {**NUMBERS, **RANKS}, "rank_pattern": {**NUMBERS, **RANKS}}
+    return [(field, value) for field in FIELDS for value in values.get(field, NUMBERS)]
+
+
+@pytest.mark.parametrize(("field", "value"), hostile_numbers())
+def test_a_number_that_is_none_is_refused_by_its_field(
+    field: str, value: str, good_adapter: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "adapter"
+    shutil.copytree(good_adapter, directory)
+    path = directory / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config.pop(field)
+    text = {**NUMBERS, **RANKS}[value]
+    path.write_text(json.dumps(config)[:-1] + ", " + FIELDS[field] % text + "}")
+    # A rank that is one, but not the tensors', is found to differ from theirs; some are not even JSON to Python.
+    named = rf"{field}.* must be .*got |the configuration says {text}|not readable as JSON"
+    with pytest.raises(AdapterError, match=named) as caught:
+        read_adapter(directory, layout_of("qwen2_5_vl"))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("scale", [-2.0, 0, 1e-30, 3e38])
+def test_a_scale_of_any_size_is_served_while_it_is_a_number(scale: float, good_adapter: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "adapter"
+    shutil.copytree(good_adapter, directory)
+    rewrite(directory, lora_alpha=scale)
+    assert set(read_adapter(directory, layout_of("qwen2_5_vl")).report.scales) == {scale / 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"use_rslora": "false"}, "use_rslora must be true or false, got 'false'"),
+        ({"use_rslora": 1}, "use_rslora must be true or false, got 1"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern must be an object"),
+        ({"alpha_pattern": {"(": 4}}, "alpha_pattern has '\\(', which is no regular expression"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused(
+    options: dict[str, Any], named: str, good_adapter: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "adapter"
+    shutil.copytree(good_adapter, directory)
+    rewrite(directory, **options)
+    with pytest.raises(AdapterError, match=named):
+        read_adapter(directory)
+
+
 def test_an_adapter_of_nothing_is_refused(good_adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text((good_adapter / "adapter_config.json").read_text())
     save_file({}, tmp_path / WEIGHTS)

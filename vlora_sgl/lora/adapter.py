@@ -20,6 +20,7 @@ from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.heads.store import AdapterDescription
 from vlora_sgl.lora.checkpoint import read_adapter
 from vlora_sgl.lora.layout import BaseLayout, layer_of
+from vlora_sgl.lora.merge_bound import update_sizes
 from vlora_sgl.lora.stacking import is_embedding, stack
 
 
@@ -61,6 +62,7 @@ class AdapterBuilder:
         adapter = _sgl.LoRAAdapter(adapter_id, config, self.hf_config, self.load_config, self.backend)
         adapter.scaling = stacked.scale
         adapter.report = weights.report
+        adapter.update_sizes = update_sizes(stacked, layout)
         for name, tensor in stacked.tensors.items():
             if is_embedding(name):
                 adapter.embedding_layers[name] = tensor

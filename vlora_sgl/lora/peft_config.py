@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
@@ -34,6 +36,8 @@ _REFUSED = {
 }
 # Initialisations that subtract from the base weights, so that the saved factors fit a base nobody serves.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+LARGEST = float(torch.finfo(torch.float32).max)
+"""Of an alpha or a scale: the kernels hold them in float32."""
 # Options that only matter while training, whatever their value.
 _TRAINING_ONLY = frozenset({"loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"})
 
@@ -74,7 +78,7 @@ class PeftLoraConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise AdapterError(f"{directory}: no {CONFIG_NAME}, so this is not a PEFT adapter") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # of JSON, of UTF-8, of integers of 5,000 digits
             raise AdapterError(f"{path}: not readable as JSON: {error}") from None
         if not isinstance(raw, dict):
             raise AdapterError(f"{path}: expected a JSON object, got {type(raw).__name__}")
@@ -107,10 +111,10 @@ class PeftLoraConfig:
         try:
             return cls(
                 r=_positive(raw.get("r", LoraConfig.r), "r"),
-                alpha=float(raw.get("lora_alpha", LoraConfig.lora_alpha)),
-                rslora=bool(raw.get("use_rslora", False)),
+                alpha=_finite(raw.get("lora_alpha", LoraConfig.lora_alpha), "lora_alpha"),
+                rslora=_flag(raw.get("use_rslora"), "use_rslora"),
                 rank_pattern={k: _positive(v, f"rank_pattern[{k!r}]") for k, v in _table(raw, "rank_pattern")},
-                alpha_pattern={k: float(v) for k, v in _table(raw, "alpha_pattern")},
+                alpha_pattern={k: _finite(v, f"alpha_pattern[{k!r}]") for k, v in _table(raw, "alpha_pattern")},
                 modules_to_save=tuple(raw.get("modules_to_save") or ()),
                 raw=raw,
             )
@@ -139,11 +143,37 @@ def _lookup(pattern: dict[str, T], path: str, default: T) -> T:
 def _table(raw: JsonDict, option: str) -> list[tuple[str, Any]]:
     value = raw.get(option) or {}
     if not isinstance(value, dict):
-        raise TypeError(f"{option} must be an object, got {value!r}")
+        raise TypeError(f"{option} must be an object, got {_shown(value)}")
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{option} has {pattern!r}, which is no regular expression: {error}") from None
     return list(value.items())
 
 
 def _positive(value: object, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{what} must be a positive integer, got {value!r}")
+        raise ValueError(f"{what} must be a positive integer, got {_shown(value)}")
     return value
+
+
+def _finite(value: Any, what: str) -> float:
+    # An integer may be too large for a float; a comparison takes it. NaN fails every comparison.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
+        raise ValueError(f"{what} must be a finite number of at most {LARGEST:.3g}, got {_shown(value)}")
+    return float(value)
+
+
+def _flag(value: Any, what: str) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{what} must be true or false, got {_shown(value)}")
+    return bool(value)
+
+
+def _shown(value: Any) -> str:
+    """A value for a message of one line; Python refuses to write integers of more than some thousand digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

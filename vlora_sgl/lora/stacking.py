@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.checkpoint import LoraPair
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout
 
@@ -38,15 +39,21 @@ class StackedAdapter:
 
 
 def stack(modules: Mapping[str, LoraPair], layout: BaseLayout, dtype: torch.dtype) -> StackedAdapter:
-    """Lays an adapter's modules out as the pool of the engine with ``layout`` takes them, in the pool's ``dtype``."""
+    """Lays an adapter's modules out as the pool of the engine with ``layout`` takes them, in the pool's ``dtype``.
+
+    Raises:
+        AdapterError: a factor is not finite in the pool's dtype; the message names its module.
+    """
     rank = max(pair.rank for pair in modules.values())
     # The commonest scale stays a factor of the kernel, so that the usual adapter's B is not rounded a second time.
-    scale = Counter(pair.scale for pair in modules.values()).most_common(1)[0][0]
+    # Others are divided by it, so it is 0 only where all are.
+    scales = Counter(pair.scale for pair in modules.values())
+    scale = max(scales, key=lambda value: (value != 0, scales[value]))
     groups = {part: name for name, parts in layout.fused.items() if name in layout.paths for part in parts}
     tensors: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(groups.get(module, module) for module in modules):
         parts = layout.parts_of(name)
-        factors = [_factors(modules.get(part), layout.shapes[part], rank, scale, dtype) for part in parts]
+        factors = [_factors(part, modules.get(part), layout.shapes[part], rank, scale, dtype) for part in parts]
         tensors[f"{name}.lora_A.weight"] = torch.cat([a for a, _ in factors])
         tensors[f"{name}.lora_B.weight"] = torch.cat([b for _, b in factors])
     return StackedAdapter(rank, scale, tensors)
@@ -58,11 +65,25 @@ def is_embedding(name: str) -> bool:
 
 
 def _factors(
-    pair: LoraPair | None, shape: tuple[int, int], rank: int, scale: float, dtype: torch.dtype
+    name: str, pair: LoraPair | None, shape: tuple[int, int], rank: int, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, inner = shape
     a, b = torch.zeros(rank, inner, dtype=dtype), torch.zeros(out, rank, dtype=dtype)
     if pair is not None:
-        a[: pair.rank] = pair.a.to(dtype)
-        b[:, : pair.rank] = (pair.b if pair.scale == scale else pair.b.float() * (pair.scale / scale)).to(dtype)
+        a[: pair.rank] = _cast(f"{name}: A", pair.a, 1.0, dtype)
+        b[:, : pair.rank] = _cast(f"{name}: B", pair.b, pair.scale / scale if pair.scale != scale else 1.0, dtype)
     return a, b
+
+
+def _cast(what: str, factor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """A factor that is finite as read, times a scale, in the pool's dtype."""
+    if scale == 1.0 and factor.dtype == dtype:
+        return factor
+    found = (factor if scale == 1.0 else factor.float() * scale).to(dtype)
+    if not bool(torch.isfinite(found).all()):
+        largest = float(factor.abs().max()) * abs(scale)
+        raise AdapterError(
+            f"{what}, in {factor.dtype}, reaches {largest:.3g} with its scale; the engine computes in {dtype}, which "
+            f"ends at {torch.finfo(dtype).max:.3g}"
+        )
+    return found

@@ -176,7 +176,8 @@ def _router(path: Path, hidden: int, members: int, context: str) -> Router:
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     if shapes != wanted:
         raise AdapterError(f"{file}: expected {wanted} for this base model and {members} members, got {shapes}")
+    found = {name: tensor.float() for name, tensor in found.items()}
     if not all(bool(torch.isfinite(tensor).all()) for tensor in found.values()):
-        raise AdapterError(f"{file}: holds non-finite values")
-    router.load_state_dict({name: tensor.float() for name, tensor in found.items()})
+        raise AdapterError(f"{file}: holds values that are not finite in float32")
+    router.load_state_dict(found)
     return router.requires_grad_(False).eval()
