@@ -142,6 +142,7 @@ NAMES: dict[str, str] = {
     "tensor_model_parallel_all_gather": "sglang.srt.distributed:tensor_model_parallel_all_gather",
     "tensor_model_parallel_all_reduce": "sglang.srt.distributed:tensor_model_parallel_all_reduce",
     "should_skip_mlp_all_reduce": "sglang.srt.layers.moe.utils:should_skip_mlp_all_reduce",
+    "get_tp_group": "sglang.srt.distributed:get_tp_group",
     "get_parallel": "sglang.srt.runtime_context:get_parallel",
     "SiluAndMul": "sglang.srt.layers.activation:SiluAndMul",
     "LlamaMLP": "sglang.srt.models.llama:LlamaMLP",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OURS: dict[str, frozenset[str]] = {
     "GenerationBatchResult": frozenset({"head_results", "vlora_mode"}),
-    "LoRAAdapter": frozenset({"packed", "report"}),
+    "LoRAAdapter": frozenset({"packed", "report", "update_sizes"}),
     "Req": frozenset({"vlora"}),
 }
 """What we put on SGLang's objects; SGLang must have nothing of these names."""
@@ -403,6 +403,7 @@ class LoRAAdapter(Protocol):
     added_tokens_embeddings: MutableMapping[str, torch.Tensor]
     packed: Any
     report: Any
+    update_sizes: Mapping[str, Any]
 
     def pin_weights_in_cpu(self) -> None: ...
 

@@ -15,6 +15,7 @@ from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.kernels.merge import MergeTable, MergeTarget
+from vlora_sgl.lora.merge_bound import BaseSize, base_sizes, merge_refusal
 from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher, base_copies
 from vlora_sgl.lora.packed import Layers, PackedPool
 from vlora_sgl.lora.row_routing import RowRouting
@@ -54,7 +55,9 @@ class Merger:
         self._groups: dict[str, frozenset[str]] = {}
         self._refused: dict[str, str | None] = {}
         self._forward_stream: torch.cuda.Stream | None = None
+        self._base_sizes: dict[str, tuple[BaseSize, ...]] = {}
         self.switcher = None if copy is None else self._make_switcher(modules, copy)
+        self._measure()
 
     def _make_switcher(self, layers: Layers, copy: str) -> ModeSwitcher | None:
         modules: list[tuple[str, str, Any]] = []
@@ -117,7 +120,14 @@ class Merger:
         if outside:
             group = min(outside)
             return f"it has weights for {group} ({self._unmergeable.get(group, 'not a wrapped module')})"
-        return None
+        lora = self._adapters[adapter]
+        return merge_refusal(lora.update_sizes, self._base_sizes, float(lora.scaling), self.switcher.table.dtype)
+
+    def _measure(self) -> None:
+        """Take the sizes of the base weights, and forget what was said of adapters beside others."""
+        self._refused.clear()
+        if self.switcher is not None:
+            self._base_sizes = base_sizes(self.switcher.table.targets, largest_of_ranks)
 
     def _group_of(self, name: str) -> str:
         return str(_sgl.get_target_module_name(name, self._target_modules))
@@ -182,6 +192,7 @@ class Merger:
         """Take the present weights as the base model's, after they were updated."""
         if self.switcher is not None:
             self.switcher.rebase()
+            self._measure()
 
     @contextlib.contextmanager
     def _on_forward_stream(self) -> Iterator[None]:
@@ -216,3 +227,13 @@ def why_not_mergeable(module: Any) -> str | None:
 def _buffers(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     stacked = hasattr(module, "A_buffer_qkv")
     return (module.A_buffer_qkv, module.B_buffer_qkv) if stacked else (module.A_buffer, module.B_buffer)
+
+
+def largest_of_ranks(sizes: torch.Tensor) -> torch.Tensor:
+    """The largest over all tensor-parallel ranks of float64 ``[n]``, elementwise; on one rank as it is."""
+    group = _sgl.get_tp_group()
+    if group.world_size == 1:
+        return sizes
+    on_host = sizes.cpu()
+    torch.distributed.all_reduce(on_host, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return on_host
