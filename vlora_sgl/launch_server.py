@@ -67,9 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         server_args = prepare(argv)
-        from vlora_sgl.entrypoints import adapters, vision
+        from vlora_sgl.entrypoints import adapters, stream_errors, vision
 
         vision.mount(_sgl.http_server.app)
+        stream_errors.mount(_sgl.http_server.app)
         adapters.mount(_sgl.http_server.app)
         _sgl.http_server.launch_server(
             server_args,

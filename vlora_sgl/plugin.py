@@ -35,6 +35,7 @@ WRAPPED: dict[str, str] = {
     "OpenAIServingBase._resolve_lora_path": "vlora_sgl.managers.tokenizer_manager:resolve_model_name",
     "BaseMultimodalProcessor.process_mm_data": "vlora_sgl.multimodal.image_requests:process_mm_data",
     "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc": "vlora_sgl.multimodal.image_requests:wrap_for_cuda_ipc",
+    "load_image": "vlora_sgl.multimodal.opening:load_image",
     "ProcessorMixin._check_special_mm_tokens": "vlora_sgl.multimodal.image_requests:check_special_tokens",
     "get_rope_index": "vlora_sgl.multimodal.image_requests:get_rope_index",
     "import_processors": "vlora_sgl.startup.imports:import_needed_processors",

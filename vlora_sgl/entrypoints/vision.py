@@ -7,21 +7,20 @@ hosts that ``--vlora-image-host`` allows: a server that fetches any URL a client
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, HTTPException, Request
-from PIL import Image
 from pydantic import BaseModel, Field
 
 from vlora_sgl import _sgl
 from vlora_sgl.core import RequestParams
 from vlora_sgl.errors import HeadError, RequestError, VLoraError
 from vlora_sgl.heads.requests import describe
-from vlora_sgl.server_args import VLoraArgs
+from vlora_sgl.images import image_size
+from vlora_sgl.server_args import MOST_IMAGE_PIXELS, VLoraArgs
 
 router = APIRouter(prefix="/v1/vision", tags=["vision"])
 
@@ -123,12 +122,11 @@ def check_image_urls(urls: Iterable[str], hosts: Iterable[str]) -> None:
 
 
 def in_pixels_sent(answer: dict[str, Any], urls: list[str]) -> dict[str, Any]:
-    """The answer with ``pixels`` in the images as they were sent, where those came with the request."""
+    """The answer with ``pixels`` in the images as they were sent (upright), where those came with the request."""
     sizes = list(answer["image_sizes"])
     for index, url in enumerate(urls[: len(sizes)]):
         if url.startswith("data:"):
-            with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image:
-                sizes[index] = list(image.size)
+            sizes[index] = list(image_size(base64.b64decode(url.partition(",")[2]), MOST_IMAGE_PIXELS))
     boxes = [
         {**box, "pixels": [edge * side for edge, side in zip(box["box"], sizes[box["image"]] * 2, strict=True)]}
         for box in answer["boxes"]

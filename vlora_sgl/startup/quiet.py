@@ -23,6 +23,7 @@ def silence() -> None:
     for name, beginnings in NOISE.items():
         logging.getLogger(name).addFilter(_Dropped(beginnings))
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\..*")
+    warnings.filterwarnings("ignore", module=r"PIL\..*")  # what it thinks of clients' images
 
 
 class _Dropped(logging.Filter):
