@@ -55,7 +55,7 @@ def test_an_image_is_what_a_viewer_shows(file: ImageFile, tmp_path: Path) -> Non
 
 def test_every_place_sees_the_same_pixels(tmp_path: Path) -> None:
     from vlora_sgl.generate.datasets import Example
-    from vlora_sgl.generate.tasks import KINDS
+    from vlora_sgl.generate.tasks import TASKS
     from vlora_sgl.generate.teachers import label_images
     from vlora_sgl.lang.media import load_image
     from vlora_sgl.lang.values import Boxes
@@ -73,7 +73,7 @@ def test_every_place_sees_the_same_pixels(tmp_path: Path) -> None:
             expected = np.asarray(open_image(file.data))
             encoded = base64.b64encode(file.data).decode()
             seen: list[Image.Image] = []
-            label_images(lambda images, seen=seen: seen.extend(images) or ["x"], [path], KINDS["vqa"])
+            label_images(lambda images, seen=seen: seen.extend(images) or ["x"], [path], TASKS["vqa"])
             for found in (
                 *(load_image(path), *Example((path,), "", "").load_images(), Boxes([]).draw(path), *seen),
                 *(serve(one) for one in (file.data, encoded, f"data:image/png;base64,{encoded}", str(path))),
@@ -185,10 +185,12 @@ def test_the_bound_is_exact_and_pillows_own_is_no_other_path(monkeypatch: pytest
     assert "at most 1535 pixels" in refusal(data, max_pixels=48 * 32 - 1)
 
 
-def test_a_jpeg_of_thousands_of_scans_is_refused() -> None:
-    data = saved(Image.fromarray(picture()), "JPEG", progressive=True)
+@pytest.mark.parametrize("progressive", [True, False])
+def test_a_jpeg_of_thousands_of_scans_is_refused(progressive: bool) -> None:
+    data = saved(Image.fromarray(picture()), "JPEG", progressive=progressive)
     last = data.rindex(b"\xff\xda")
-    assert f"at most {MAX_SCANS} scans" in refusal(data[:last] + data[last:-2] * 2000 + data[-2:])
+    scan = data[last:-2] if progressive else b"\xff\xda\0\x08\1\1\0\0\x3f\0"  # of one component of three
+    assert f"at most {MAX_SCANS} scans" in refusal(data[:last] + scan * 2000 + data[-2:])
 
 
 @pytest.mark.parametrize(

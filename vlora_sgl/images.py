@@ -174,8 +174,10 @@ def _header(file: io.BytesIO, max_pixels: int, name: str) -> ImageFile.ImageFile
         except Exception as error:
             raise ImageError(f"{name}: expected a whole {kind}, got a damaged header: {_line(error)}") from error
         _check_size(image, max_pixels, name)
-        if kind == "JPEG" and (scans := bytes(data).count(b"\xff\xda")) > MAX_SCANS:
-            raise ImageError(f"{name}: expected a JPEG of at most {MAX_SCANS} scans, got {scans}")
+        if kind == "JPEG" and _has_scans(image, data):
+            scans = bytes(data).count(b"\xff\xda")
+            if scans > MAX_SCANS:
+                raise ImageError(f"{name}: expected a JPEG of at most {MAX_SCANS} scans, got {scans}")
         return image
     kinds = ", ".join(kind for kind in FORMATS if kind in Image.OPEN)
     what = next((found for at, begin, found in _OTHERS if start[at:].startswith(begin)), None)
@@ -185,6 +187,15 @@ def _header(file: io.BytesIO, max_pixels: int, name: str) -> ImageFile.ImageFile
         f"{what}, {len(data)} bytes" if what else f"{len(data)} bytes" + (f" that begin {start[:8]!r}" if data else "")
     )
     raise ImageError(f"{name}: expected an image ({kinds}), got {got}")
+
+
+def _has_scans(image: ImageFile.ImageFile, data: memoryview) -> bool:
+    """Whether a JPEG may have several scans: it is progressive, or its first does not hold all components."""
+    at = 2
+    while at + 4 < len(data) and data[at] == 0xFF and data[at + 1] != 0xDA:
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    whole = at + 4 < len(data) and data[at] == 0xFF and data[at + 4] == getattr(image, "layers", 0)
+    return not whole or bool(image.info.get("progressive"))
 
 
 def _check_size(image: Image.Image, max_pixels: int, name: str) -> None:

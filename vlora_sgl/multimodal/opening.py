@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import logging
 import os
 import time
@@ -86,7 +85,7 @@ def _bytes_of(source: object, max_pixels: int) -> bytes:
     if source.startswith("/") and not source.startswith(JPEG_IN_BASE64):
         return read(source, max_pixels)
     try:
-        return base64.b64decode(source.partition(",")[2] if source.startswith("data:") else source, validate=True)
+        return bytes(_sgl.get_image_bytes(source if source.startswith("data:") else f"data:,{source}"))
     except ValueError as error:
         raise ImageError(f"the image: expected base64, got {source[:40]!r}: {error}") from None
 
