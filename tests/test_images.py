@@ -237,6 +237,12 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("source", [None, 5, {"bytes": b""}, []])
+def test_what_is_no_source_is_refused(source: object) -> None:
+    with pytest.raises(ImageError, match=f"expected an image, its path or its content, got {type(source).__name__}"):
+        open_image(source)  # type: ignore[arg-type]
+
+
 def test_only_what_any_decoder_shows_rightly_is_plain() -> None:
     image = Image.fromarray(picture())
     exif = image_files.exif_of(6)

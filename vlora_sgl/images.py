@@ -93,12 +93,11 @@ def open_image(source: ImageSource, max_pixels: int = MAX_IMAGE_PIXELS, name: st
     """
     name = name or _name(source)
     if isinstance(source, np.ndarray):
+        got = f"{source.dtype} {list(source.shape)}"
         try:
             source = Image.fromarray(source)
         except (TypeError, ValueError) as error:
-            raise ImageError(
-                f"{name}: expected pixels, uint8 [height, width, 3], got {source.dtype} {list(source.shape)}"
-            ) from error
+            raise ImageError(f"{name}: expected pixels, uint8 [height, width, 3], got {got}") from error
     if isinstance(source, Image.Image):
         image = source
         _check_size(image, max_pixels, name)
@@ -331,12 +330,16 @@ def read(source: str | Path | bytes | BinaryIO, max_pixels: int = MAX_IMAGE_PIXE
     most = max(BYTES_PER_PIXEL * max_pixels, 1 << 20)
     try:
         if not isinstance(source, (str, Path)):
+            if not hasattr(source, "read"):
+                raise ImageError(f"expected an image, its path or its content, got {type(source).__name__}")
             data = source.read(most + 1)
         elif stat.S_ISREG(os.stat(source).st_mode):
             with open(source, "rb") as file:
                 data = file.read(most + 1)
         else:
             raise OSError("not a regular file")
+    except ImageError:
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ImageError(f"cannot read the image {_name(source)}: {reason}") from error

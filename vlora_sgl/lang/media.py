@@ -105,6 +105,6 @@ def _spread(items: list[T], count: int, source: object = "the video") -> list[T]
 
 
 def _local(source: ImageSource) -> ImageSource:
-    if is_url(source):
+    if isinstance(source, str) and is_url(source):
         raise ImageError(f"{source} is an address, which only the server fetches; download it to use it here")
     return source
