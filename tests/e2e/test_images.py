@@ -107,7 +107,7 @@ def test_an_image_that_cannot_be_opened_is_a_400_on_every_route(
     asked = [
         ("generate", generate),
         ("generate", {**generate, "stream": True}),
-        ("generate", {**generate, "sampling_params": {"n": 2, "max_new_tokens": 2}}),
+        ("generate", {**generate, "image_data": [generate["image_data"]], "sampling_params": {"n": 2}}),
         ("generate", batch),
         ("v1/chat/completions", chat),
         ("v1/chat/completions", {**chat, "stream": True}),
