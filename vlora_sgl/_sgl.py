@@ -41,6 +41,9 @@ NAMES: dict[str, str] = {
     "import_processors": "sglang.srt.managers.multimodal_processor:import_processors",
     "multimodal_processor": "sglang.srt.managers.multimodal_processor",
     "BaseMultimodalProcessor": "sglang.srt.multimodal.processors.base_processor:BaseMultimodalProcessor",
+    "load_image": "sglang.srt.utils.common:load_image",
+    "get_image_bytes": "sglang.srt.utils.common:get_image_bytes",
+    "get_mm_http_session": "sglang.srt.utils.common:get_mm_http_session",
     "ProcessorMixin": "transformers.processing_utils:ProcessorMixin",
     "get_rope_index": "sglang.srt.layers.rotary_embedding.mrope_rope_index:get_rope_index",
     "USE_PICKLE_IPC": "sglang.srt.managers.io_struct:_USE_PICKLE_IPC",
@@ -196,6 +199,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "BaseMultimodalProcessor.process_mm_data": ("self", "input_text", "images", "videos", "audios", "processor"),
     "BaseMultimodalProcessor._resolve_processor": ("self", "processor"),
     "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc": ("self", "tensor"),
+    "get_image_bytes": ("image_file",),
+    "load_image": ("image_file", "gpu_image_decode"),
     "ProcessorMixin._check_special_mm_tokens": ("self", "text", "text_inputs", "modalities"),
     "ProcessorMixin._merge_kwargs": ("self", "ModelProcessorKwargs", "tokenizer_init_kwargs"),
     "get_rope_index": (
@@ -284,6 +289,8 @@ MODELS_PACKAGE = "sglang.srt.models"
 NOISE: dict[str, tuple[str, ...]] = {
     "sglang.srt.distributed.bootstrap": ("init_cpu_threads_env and shared memory",),
     "sglang.srt.distributed.device_communicators.pynccl_wrapper": ("Failed to load NCCL library",),
+    # The tokenizer manager says it, for every route.
+    "sglang.srt.entrypoints.http_server": ("[http_server] Error: image ",),
     "sglang.srt.managers.multimodal_processor": ("Ignore import error when loading",),
     "sglang.srt.models.registry": ("Ignore import error when loading",),
     "sglang.srt.server_args": ("Cuda graph is disabled because of using torch native attention",),

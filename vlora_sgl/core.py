@@ -19,6 +19,9 @@ JsonDict = dict[str, Any]
 AdapterId = str | None
 """Identity of an adapter inside the engine. ``None`` is the base model, which counts as an adapter everywhere."""
 
+MAX_IMAGE_PIXELS = 2**26
+"""Most pixels of an image that is opened, unless told otherwise: what a telephone's camera of 64 megapixels takes."""
+
 
 class InferenceMode(StrEnum):
     """How one iteration applies its adapters (V-LoRA, section 4.4).

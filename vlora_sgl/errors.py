@@ -7,6 +7,7 @@ VLoraError                      anything of ours; catch this to catch all
 +-- UnknownAdapterError (KeyError)  no adapter of that name; carries the names that exist
 +-- HeadError (ValueError)      a vision head that is missing, malformed or does not fit
 +-- RequestError (ValueError)   a request that cannot be served as asked
+    +-- ImageError              an image that cannot be opened, or is not opened as it is
 +-- ClusterError (RuntimeError)  no replica of a cluster can take the request now; ask again later
     +-- ReplicaLostError        the replicas that were answering the request ended
 +-- MissingDependencyError (ImportError)  an optional package that this use needs; the message says how to get it
@@ -65,6 +66,16 @@ class HeadError(VLoraError, ValueError):
 
 class RequestError(VLoraError, ValueError):
     """A request that cannot be served as asked."""
+
+
+class ImageError(RequestError):
+    """An image that cannot be read, is none, is damaged, or has too many pixels.
+
+    Attributes:
+        source: what a request had for it, where a request did.
+    """
+
+    source: object = None
 
 
 class ClusterError(VLoraError, RuntimeError):

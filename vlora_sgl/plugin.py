@@ -84,6 +84,9 @@ TABLE = (
          ENGINE, WRAP,
          "SGLang tells the scheduler of an image's features without waiting until they are there.",
          "a request that is soon on its way may read another's pixels"),
+    Seam("load_image", "vlora_sgl.multimodal.opening:load_image", ENGINE, WRAP,
+         "SGLang opens images without their orientation, transparency and bounds.",
+         "images lie on their side, and a small file may take all memory"),
     Seam("ProcessorMixin._check_special_mm_tokens", "vlora_sgl.multimodal.image_requests:check_special_tokens",
          ENGINE, WRAP,
          "transformers compares the elements of a tensor one by one.",
@@ -149,8 +152,8 @@ TABLE = (
          "Heads have routes of their own.",
          "/v1/vision/classify, count and detect"),
     Seam("http_server.app.user_middleware", "vlora_sgl.entrypoints.vision:HeadParameter", ENGINE, OWN,
-         "SGLang's request types drop a field that they do not know: \"head\" moves to where they carry it.",
-         "\"head\" in /generate and /v1/chat/completions"),
+         "SGLang drops a field that it does not know, \"head\"; and it sends 200 before it refuses a stream.",
+         "\"head\" in /generate and /v1/chat/completions; the status of a refused stream"),
 
     # The model is built. Each function is given the model runner, and returns what goes where or why nothing does.
     Seam("extend_attention_kernel", "vlora_sgl.model_executor.fast_paths.attention_tiles:tiles", MODEL, BUILT,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from vlora_sgl.core import InferenceMode, JsonDict
+from vlora_sgl.core import MAX_IMAGE_PIXELS, InferenceMode, JsonDict
 from vlora_sgl.errors import ConfigError
 
 ENVIRONMENT_VARIABLE = "VLORA_SGL_ARGS"
@@ -23,6 +23,9 @@ POLICY_NAMES = ("cost", "vlora", "unmerged", "merged")
 SLOT_UNIT = 16
 """Ranks of device slots are multiples of it: what ``tl.dot`` pads a rank to, and what keeps the kernels' addresses
 aligned."""
+
+MOST_IMAGE_PIXELS = 178_956_970
+"""Above it Pillow refuses some formats by itself."""
 
 
 def _flag(default: object, help: str, **options: object) -> Any:
@@ -105,6 +108,14 @@ class VLoraArgs:
         choices=("auto", "off"),
     )
 
+    max_image_pixels: int = _flag(
+        MAX_IMAGE_PIXELS,
+        "most pixels of an image in a request (width x height, read from its header); more is refused before it is "
+        "decoded",
+        type=int,
+        metavar="PIXELS",
+    )
+
     encoder_cache_mb: int = _flag(
         100, "device memory for outputs of the image encoder, kept for images that come back", type=int, metavar="MIB"
     )
@@ -120,6 +131,10 @@ class VLoraArgs:
         if not (self.theta > 0 and self.wait_bound > 0):
             raise ConfigError(
                 f"--vlora-theta and --vlora-wait-bound must be > 0; got {self.theta!r} and {self.wait_bound!r}"
+            )
+        if not 1 <= self.max_image_pixels <= MOST_IMAGE_PIXELS:
+            raise ConfigError(
+                f"--vlora-max-image-pixels must be from 1 to {MOST_IMAGE_PIXELS}; got {self.max_image_pixels!r}"
             )
         for name in ("slot_ranks", "adapter_root", "image_host"):
             object.__setattr__(self, name, tuple(getattr(self, name)))

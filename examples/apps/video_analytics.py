@@ -23,6 +23,7 @@ from serving import Served, argument_parser, serving
 from sheets import contact_sheet, framed
 
 import vlora_sgl as vlora
+from vlora_sgl.images import open_image
 from vlora_sgl.lang.media import sample_frames
 
 CHUNK = 30
@@ -113,7 +114,7 @@ def embedded_chunks(served: Served, count: int) -> list[Chunk]:
 
 def pan(path: Path, direction: str, frames: int) -> Iterator[Image.Image]:
     """Frames of a camera that moves over a photograph."""
-    picture = Image.open(path).convert("RGB").resize((448, 448))
+    picture = open_image(path).resize((448, 448))
     dx, dy = PANS[direction]
     for step in range(frames):
         shift = 112 * step / max(1, frames - 1)

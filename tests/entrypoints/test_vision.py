@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.head_reference import data_url, make_image
+from tests.support.image_files import exif_of
 from vlora_sgl.core import RequestParams
 from vlora_sgl.entrypoints.vision import check_image_urls, in_pixels_sent, move_head
 from vlora_sgl.errors import HeadError, RequestError
@@ -45,6 +48,10 @@ def test_pixels_are_those_of_the_image_sent() -> None:
     answer = {"kind": "detect", "image_sizes": [[112, 84]], "boxes": [box]}
     sent = in_pixels_sent(answer, [data_url(make_image(0, (200, 100)))])
     assert sent["image_sizes"] == [[200, 100]] and sent["boxes"][0]["pixels"] == [100, 50, 200, 100]
+    lying = io.BytesIO()
+    make_image(0, (100, 200)).save(lying, "JPEG", exif=exif_of(6))  # 100 wide, shown 200 wide
+    url = "data:image/jpeg;base64," + base64.b64encode(lying.getvalue()).decode()
+    assert in_pixels_sent(answer, [url]) == sent
     assert in_pixels_sent(answer, ["https://a.example.org/x.png"])["boxes"][0]["pixels"] == [56, 42, 112, 84]
     assert json.loads(answer_text(answer)) == [{"label": "cat", "box": [0.5, 0.5, 1.0, 1.0]}]
 

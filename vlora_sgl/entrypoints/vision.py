@@ -7,23 +7,23 @@ hosts that ``--vlora-image-host`` allows: a server that fetches any URL a client
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Literal
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
-from PIL import Image
 from pydantic import BaseModel, Field
 from starlette.middleware import Middleware
 
 from vlora_sgl import _sgl, seams
 from vlora_sgl.core import JsonDict, RequestParams
+from vlora_sgl.entrypoints.stream_errors import StreamErrors
 from vlora_sgl.errors import HeadError, RequestError, VLoraError
 from vlora_sgl.heads.requests import describe
+from vlora_sgl.images import image_size
 from vlora_sgl.seams import Place
-from vlora_sgl.server_args import VLoraArgs
+from vlora_sgl.server_args import MOST_IMAGE_PIXELS, VLoraArgs
 
 router = APIRouter(prefix="/v1/vision", tags=["vision"])
 
@@ -125,12 +125,11 @@ def check_image_urls(urls: Iterable[str], hosts: Iterable[str]) -> None:
 
 
 def in_pixels_sent(answer: JsonDict, urls: list[str]) -> JsonDict:
-    """The answer with ``pixels`` in the images as they were sent, where those came with the request."""
+    """The answer with ``pixels`` in the images as they were sent (upright), where those came with the request."""
     sizes = list(answer["image_sizes"])
     for index, url in enumerate(urls[: len(sizes)]):
         if url.startswith("data:"):
-            with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image:
-                sizes[index] = list(image.size)
+            sizes[index] = list(image_size(base64.b64decode(url.partition(",")[2]), MOST_IMAGE_PIXELS))
     boxes = [
         {**box, "pixels": [edge * side for edge, side in zip(box["box"], sizes[box["image"]] * 2, strict=True)]}
         for box in answer["boxes"]
@@ -200,4 +199,5 @@ def move_head(body: bytes, path: str) -> bytes:
 def mount(app: FastAPI) -> None:
     """Add the routes and the parameter to SGLang's application, once, before it starts."""
     seams.place("http_server.app.routes", [Place(app.router.routes, None, route) for route in router.routes])
-    seams.place("http_server.app.user_middleware", [Place(app.user_middleware, None, Middleware(HeadParameter))])
+    around = [Place(app.user_middleware, None, Middleware(one)) for one in (StreamErrors, HeadParameter)]
+    seams.place("http_server.app.user_middleware", around)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import ConfigError
+from vlora_sgl.errors import ConfigError, ImageError
+from vlora_sgl.images import image_size, open_image
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 SPLITS = ("train", "validation", "test")
@@ -34,8 +35,12 @@ class Example:
     references: tuple[str, ...] = ()
 
     def load_images(self) -> list[Image.Image]:
-        """The images, decoded, RGB."""
-        return [Image.open(path).convert("RGB") for path in self.images]
+        """The images, decoded, RGB, as a viewer shows them.
+
+        Raises:
+            ImageError: one cannot be opened.
+        """
+        return [open_image(path) for path in self.images]
 
 
 Located = tuple[str, Example]
@@ -113,12 +118,10 @@ def check_images(where: str, images: Iterable[Path], faults: list[str]) -> None:
     """Add to ``faults`` the images that are not there, or are none."""
     for path in images:
         try:
-            with Image.open(path):
-                pass  # reads the header only
-        except FileNotFoundError:
-            faults.append(f"{where}: no such image: {path}")
-        except (UnidentifiedImageError, OSError) as error:
-            faults.append(f"{where}: not an image: {path}: {error}")
+            image_size(path)
+        except ImageError as error:
+            fault = "not an image" if path.exists() else "no such image"
+            faults.append(f"{where}: {fault}: {error}")
 
 
 def read_image_folder(path: str | Path, question: str) -> list[Example]:

@@ -31,6 +31,7 @@ from vlora_sgl.generate.processes import processes_of
 from vlora_sgl.generate.scores import read_boxes
 from vlora_sgl.generate.tasks import box_text
 from vlora_sgl.generate.teachers import label_images, load_teacher
+from vlora_sgl.images import open_image
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,7 @@ def _read_huggingface(spec: DataSet, out: Path, faults: list[str]) -> dict[str, 
         for number, row in enumerate(part):
             try:
                 question = question_of(spec, {"question": row[asked]} if asked else {})
-                pictures.append(([row[names["image"]].convert("RGB")], question, say(row[names["answer"]])))
+                pictures.append(([open_image(row[names["image"]])], question, say(row[names["answer"]])))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 faults.append(f"{directory}: row {number} of {split}: {error}")
         path = out / f"{split}.jsonl"

@@ -17,6 +17,7 @@ from PIL import Image
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError, MissingDependencyError
 from vlora_sgl.generate.tasks import TaskKind, box_text
+from vlora_sgl.images import open_image
 
 Answer = str | Sequence[tuple[str, Sequence[float]]]
 Teacher = Callable[[list[Image.Image]], Sequence[Answer]]
@@ -57,7 +58,7 @@ def label_images(teacher: Teacher, images: Sequence[Path], kind: TaskKind, batch
     answers: list[str] = []
     for start in range(0, len(images), batch_size):
         paths = images[start : start + batch_size]
-        found = list(teacher([Image.open(path).convert("RGB") for path in paths]))
+        found = list(teacher([open_image(path) for path in paths]))
         if len(found) != len(paths):
             raise ConfigError(f"the teacher gave {len(found)} answers for {len(paths)} images")
         for path, answer in zip(paths, found, strict=True):

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from vlora_sgl.errors import MissingDependencyError, RequestError
+from vlora_sgl.errors import ImageError, MissingDependencyError, RequestError
+from vlora_sgl.images import open_frames, open_image, read
 
 T = TypeVar("T")
 
@@ -31,26 +32,19 @@ def is_url(source: object) -> bool:
 
 
 def load_image(source: ImageSource) -> Image.Image:
-    """Decode an image on this machine.
+    """Decode an image on this machine: RGB, as a viewer shows it (``images.open_image``).
 
     Raises:
-        RequestError: there is no such file, it is no image, or it is an address, which only the server fetches.
+        ImageError: there is no such file, it is no image, or it is an address, which only the server fetches.
     """
-    if isinstance(source, Image.Image):
-        return source
-    if isinstance(source, np.ndarray):
-        return Image.fromarray(source)
-    try:
-        return Image.open(io.BytesIO(_read(source)))
-    except UnidentifiedImageError as error:
-        raise RequestError(f"not an image that Pillow can read: {_name(source)}") from error
+    return open_image(_local(source))
 
 
 def image_url(source: ImageSource) -> str:
     """The image as a request carries it: an address unchanged, all else as a ``data:`` URL, files byte for byte.
 
     Raises:
-        RequestError: there is no such file.
+        ImageError: there is no such file, or no pixels in what is none.
     """
     if is_url(source):
         return str(source)
@@ -59,7 +53,7 @@ def image_url(source: ImageSource) -> str:
         load_image(source).save(buffer, format="PNG")
         data = buffer.getvalue()
     else:
-        data = _read(source)
+        data = read(source)
     # The server sniffs the format from the bytes, so the type named here does not matter.
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
@@ -82,12 +76,7 @@ def sample_frames(source: VideoSource, num_frames: int) -> list[Image.Image]:
     if not path.is_file():
         raise RequestError(f"no such video: {path}")
     if path.suffix.lower() in _ANIMATED:
-        with Image.open(path) as animation:
-            frames = []
-            for index in _spread(list(range(getattr(animation, "n_frames", 1))), num_frames):
-                animation.seek(index)
-                frames.append(animation.convert("RGB"))
-            return frames
+        return open_frames(path, lambda count: _spread(list(range(count)), num_frames))
     return _decode_video(path, num_frames)
 
 
@@ -115,16 +104,7 @@ def _spread(items: list[T], count: int, source: object = "the video") -> list[T]
     return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]
 
 
-def _read(source: str | Path | bytes) -> bytes:
-    if isinstance(source, bytes):
-        return source
-    if is_url(source):
-        raise RequestError(f"{source} is an address, which only the server fetches; download it to use it here")
-    try:
-        return Path(source).read_bytes()
-    except OSError as error:
-        raise RequestError(f"cannot read the image {source}: {error.strerror}") from error
-
-
-def _name(source: object) -> str:
-    return f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
+def _local(source: ImageSource) -> ImageSource:
+    if isinstance(source, str) and is_url(source):
+        raise ImageError(f"{source} is an address, which only the server fetches; download it to use it here")
+    return source

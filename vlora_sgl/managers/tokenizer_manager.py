@@ -23,6 +23,7 @@ from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
 from vlora_sgl.managers import tensor_pickle
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, Reply, UnknownAdapterResponse, UnknownModelResponse
 from vlora_sgl.managers.ended_requests import LingeringStates
+from vlora_sgl.multimodal.opening import naming_images
 from vlora_sgl.request import show
 from vlora_sgl.seams import Stage
 
@@ -80,8 +81,13 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         await super()._resolve_lora_path(obj)
 
     async def _tokenize_one_request(self, obj: GenerateReqInput) -> TokenizedGenerateReqInput:
-        """SGLang's, with hashes for the images."""
-        tokenized = await super()._tokenize_one_request(obj)
+        """SGLang's, with hashes for the images.
+
+        Raises:
+            ImageError: an image that cannot be opened.
+        """
+        with naming_images(obj):
+            tokenized = await super()._tokenize_one_request(obj)
         await hash_images(getattr(tokenized, "mm_inputs", None))
         return tokenized
 

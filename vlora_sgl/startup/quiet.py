@@ -24,6 +24,7 @@ def silence() -> None:
     places = [Place(logging.getLogger(name).filters, None, _Dropped(start)) for name, start in NOISE.items()]
     seams.place("logging.Filterer.filters", places)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\..*")
+    warnings.filterwarnings("ignore", module=r"PIL\..*")  # what it thinks of clients' images
 
 
 class _Dropped(logging.Filter):
