@@ -58,6 +58,8 @@ NAMES: dict[str, str] = {
     "SetInternalStateReq": "sglang.srt.managers.io_struct:SetInternalStateReq",
     "SetInternalStateReqOutput": "sglang.srt.managers.io_struct:SetInternalStateReqOutput",
     "GenerateReqInput": "sglang.srt.managers.io_struct:GenerateReqInput",
+    "EmbeddingReqInput": "sglang.srt.managers.io_struct:EmbeddingReqInput",
+    "SamplingParams": "sglang.srt.sampling.sampling_params:SamplingParams",
     "PauseGenerationReqInput": "sglang.srt.managers.io_struct:PauseGenerationReqInput",
     "ContinueGenerationReqInput": "sglang.srt.managers.io_struct:ContinueGenerationReqInput",
     "SchedulePolicy": "sglang.srt.managers.schedule_policy:SchedulePolicy",
