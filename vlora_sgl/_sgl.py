@@ -158,7 +158,6 @@ NAMES: dict[str, str] = {
     "LORA_BACKENDS": "sglang.srt.lora.backend.lora_registry:LORA_SUPPORTED_BACKENDS",
     # objects that we read, as `_sgl_types` describes them
     "TokenizedGenerateReqInput": "sglang.srt.managers.io_struct:TokenizedGenerateReqInput",
-    "SamplingParams": "sglang.srt.sampling.sampling_params:SamplingParams",
     "Modality": "sglang.srt.managers.schedule_batch:Modality",
     "MultimodalDataItem": "sglang.srt.managers.schedule_batch:MultimodalDataItem",
     "MultimodalInputs": "sglang.srt.managers.schedule_batch:MultimodalInputs",

@@ -31,6 +31,9 @@ OURS: dict[str, frozenset[str]] = {
 class GenerateReqInput(Protocol):
     """``managers/io_struct``: a request, or a batch of them, as the front of the engine gets it."""
 
+    text: object
+    input_ids: object
+    input_embeds: object
     lora_path: str | list[str | None] | None
     lora_id: str | list[str | None] | None
     sampling_params: JsonDict | list[JsonDict]

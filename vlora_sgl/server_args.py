@@ -108,6 +108,15 @@ class VLoraArgs:
         choices=("auto", "off"),
     )
 
+    max_answers: int = _flag(128, "most answers to one prompt that a request may ask for (n)", type=int, metavar="N")
+    max_top_logprobs: int = _flag(128, "most alternatives per token that a request may ask for", type=int, metavar="N")
+    max_images: int = _flag(64, "most images of one prompt; so many videos and sounds besides", type=int, metavar="N")
+    max_text_chars: int = _flag(
+        0,
+        "most characters of one prompt's text; 0: 64 for each token of the model's context",
+        type=int,
+        metavar="N",
+    )
     max_image_pixels: int = _flag(
         MAX_IMAGE_PIXELS,
         "most pixels of an image in a request (width x height, read from its header); more is refused before it is "

@@ -70,12 +70,13 @@ async def retrieve_model(model: str, request: Request) -> Any:
 
 
 async def generate(obj: _sgl.GenerateReqInput, request: Request) -> Any:
-    """SGLang's, once a stream's adapters are known to exist.
+    """SGLang's, once a stream's adapters are known to exist, and what it asks to be right.
 
     Raises:
         UnknownAdapterResponse: one does not.
     """
     if obj.stream:
+        _manager(request).gate.check(obj)
         _manager(request).adapters.check_names(obj.lora_path)
     return await _sgl.http_server.generate_request(obj, request)
 

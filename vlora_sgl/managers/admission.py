@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import re._constants as op  # type: ignore[import-not-found]
-import re._parser as regex_parser  # type: ignore[import-not-found]
+import re._constants as op
+import re._parser as regex_parser
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
+from vlora_sgl._sgl_types import GenerateReqInput
 from vlora_sgl.errors import RequestError
 from vlora_sgl.managers.checks import (
     ANYTHING,
@@ -76,16 +76,6 @@ class Limits:
     n: int = 128
     top_logprobs: int = 128
     images: int = 64
-
-
-class Request(Protocol):
-    """What of SGLang's ``GenerateReqInput`` and ``EmbeddingReqInput`` is read by name."""
-
-    text: object
-    input_ids: object
-    input_embeds: object
-    lora_path: object
-    sampling_params: object
 
 
 @dataclass(frozen=True)
@@ -197,7 +187,7 @@ class RequestGate:
         self._sampling = _sampling(limits)
         self._defaults: dict[type, dict[str, object]] = {}
 
-    def check(self, request: Request) -> None:
+    def check(self, request: GenerateReqInput) -> None:
         """Check a request as it came, before SGLang normalises it. A list of one adapter is, for one prompt, that one.
 
         Raises:
@@ -211,14 +201,14 @@ class RequestGate:
             if value is None or value is default:
                 continue
             field = self._fields.get(name, _Field(NOTHING))
-            listed = field.batched and prompts is not None and isinstance(value, list)
-            if listed and not (field.shared and field.check.fits(value)):
+            listed = field.batched and isinstance(value, list) and not (field.shared and field.check.fits(value))
+            if listed and prompts is not None:
                 self._check_list(name, field.check, value, prompts)
             else:
                 field.check.require(name, value)
         self._check_sampling(request.sampling_params, prompts)
 
-    def _defaults_of(self, request: Request) -> dict[str, object]:
+    def _defaults_of(self, request: GenerateReqInput) -> dict[str, object]:
         kind = type(request)
         if kind not in self._defaults:
             fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # SGLang's requests are dataclasses
@@ -226,7 +216,7 @@ class RequestGate:
         return self._defaults[kind]
 
     @staticmethod
-    def _prompts(request: Request) -> int | None:
+    def _prompts(request: GenerateReqInput) -> int | None:
         """How many prompts a request holds as a batch; ``None`` for a single one.
 
         Raises:

@@ -22,10 +22,12 @@ from vlora_sgl.heads.requests import answer_text, check_head_requests
 from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
 from vlora_sgl.managers import tensor_pickle
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, Reply, UnknownAdapterResponse, UnknownModelResponse
+from vlora_sgl.managers.admission import Limits, RequestGate
 from vlora_sgl.managers.ended_requests import LingeringStates
 from vlora_sgl.multimodal.opening import naming_images
 from vlora_sgl.request import show
 from vlora_sgl.seams import Stage
+from vlora_sgl.server_args import VLoraArgs
 
 
 class VLoraTokenizerManager(_sgl.TokenizerManager):
@@ -33,11 +35,23 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
 
     Attributes:
         adapters: which adapters there are, in memory and on disk.
+        gate: what every request has to pass.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         seams.own("TokenizerManager.rid_to_state", self, LingeringStates())
+        limits, context = VLoraArgs.from_environment(), self.context_len
+        self.gate = RequestGate(
+            Limits(
+                vocabulary=self.model_config.vocab_size,
+                context=context,
+                text_chars=limits.max_text_chars or 64 * context,
+                n=limits.max_answers,
+                top_logprobs=limits.max_top_logprobs,
+                images=limits.max_images,
+            )
+        )
         seams.verify(
             Stage.ENGINE, "TokenizerManager", otherwise=None if self.server_args.enable_lora else "LoRA is off"
         )
@@ -101,7 +115,14 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
     async def generate_request(
         self, obj: GenerateReqInput, request: object = None
     ) -> AsyncIterator[JsonDict | list[JsonDict]]:
-        """SGLang's answers, with what we say of each as one dict: ``meta_info["vlora"]``."""
+        """SGLang's answers, with what we say of each as one dict: ``meta_info["vlora"]``.
+
+        Every route and the engine come here; nothing reads a request before it has passed the gate.
+
+        Raises:
+            RequestError: a field of the request is not what it must be.
+        """
+        self.gate.check(obj)
         asked = obj.lora_path
         obj.lora_id = None  # the engine's own name for an adapter; an id that it does not know would end it
         answers = super().generate_request(obj, request)
