@@ -36,6 +36,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "adapters of a batch": {"text": ["x", "y"], "lora_path": ["a", None]},
     "one adapter for a batch": {"text": ["x", "y"], "lora_path": "a"},
     "images": {"image_data": ["data:,", {"url": "u"}]},
+    "images of a prompt with two answers": {"image_data": [["a", "b"]], "sampling_params": {"n": 2}},
     "images of a batch": {"text": ["x", "y"], "image_data": [["a", "b"], None]},
     "an object": {"image_data": object()},
     "log-probabilities": {"return_logprob": True, "top_logprobs_num": 5, "token_ids_logprob": [1, 2]},

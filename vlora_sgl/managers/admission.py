@@ -86,11 +86,13 @@ class _Field:
         check: what one prompt's value must be.
         batched: a batch may give a list with one entry a prompt.
         shared: such a list may also be what ``check`` takes, for every prompt.
+        alone: what a request of a single prompt may have instead.
     """
 
     check: Check
     batched: bool = False
     shared: bool = False
+    alone: Check | None = None
 
 
 def _fields(limits: Limits) -> dict[str, _Field]:
@@ -109,7 +111,11 @@ def _fields(limits: Limits) -> dict[str, _Field]:
         "text": _Field(string(limits.text_chars) | list_of(string(limits.text_chars), 2), batched=True),
         "input_ids": _Field(ids, batched=True),
         "input_embeds": _Field(list_of(rows, limits.context, 1), batched=True),
-        **dict.fromkeys(("image_data", "video_data", "audio_data"), _Field(media | media_list, batched=True)),
+        **dict.fromkeys(
+            ("image_data", "video_data", "audio_data"),
+            # SGLang takes a prompt that gets several answers for a batch of one.
+            _Field(media | media_list, batched=True, alone=list_of(media_list, 1, 1)),
+        ),
         "mm_hashes": _Field(ANYTHING),  # taken out: clients do not say what an image is
         "sampling_params": _Field(ANYTHING),  # has a table of its own
         "return_logprob": _Field(BOOLEAN, batched=True),
@@ -204,7 +210,7 @@ class RequestGate:
             listed = field.batched and isinstance(value, list) and not (field.shared and field.check.fits(value))
             if listed and prompts is not None:
                 self._check_list(name, field.check, value, prompts)
-            else:
+            elif prompts is not None or field.alone is None or not field.alone.fits(value):
                 field.check.require(name, value)
         self._check_sampling(request.sampling_params, prompts)
 
