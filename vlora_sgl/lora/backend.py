@@ -148,8 +148,6 @@ class GraphTables:
             for slot, weight in pairs:
                 check_slot(slot, ranks)
                 used.add(slot)
-                if weight == 0:  # 0 x NaN is NaN
-                    continue
                 for cell in range(row * self.slots + slot, (row + count) * self.slots + slot, self.slots):
                     cells[cell] = cells.get(cell, 0.0) + weight * scalings[slot]
             row += count

@@ -95,7 +95,7 @@ def route_decode_kernel(
             tl.store(totals + out * MEMBERS + k[None, :], total)
         weight = tl.sum(best_weights(total, tokens, count, top_k, MEMBERS), axis=0)
     slot = tl.load(member_slots + routed * MEMBERS + k)
-    used = (slot >= 0) & (weight != 0.0)  # what is not chosen is left alone: 0 x NaN is NaN
+    used = slot >= 0
     place = gates + row.to(tl.int64) * gates_stride + slot
     old = tl.load(place, mask=used, other=0.0)
     tl.store(place, old + weight * tl.load(member_scales + routed * MEMBERS + k), mask=used)

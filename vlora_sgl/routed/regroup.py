@@ -129,8 +129,7 @@ def add_gates(routing: Routing, part: Routed) -> None:
     device = part.weights.device
     scales = np.asarray([routing.scalings[slot] for slot in part.slots], dtype=np.float32)
     slots, scale = put([np.asarray(part.slots, dtype=np.int64), scales], device)
-    gates = torch.where(part.weights != 0, part.weights * scale, 0.0)  # 0 x NaN is NaN
-    routing.gates.index_put_((part.rows[:, None], slots[None]), gates, accumulate=True)
+    routing.gates.index_put_((part.rows[:, None], slots[None]), part.weights * scale, accumulate=True)
 
 
 def put(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -10,18 +10,14 @@ of two that ``tl.dot`` takes (16 or more).
 
 Two families, chosen by the number of rows:
 
-- *dense* (decode): every active slot is applied to all rows of the batch, and a gate table [M, S] of weight x scaling
-  says which rows keep the sum with it. The rows are few and the weights must be read once anyhow, so this costs no
-  bytes, needs no sorting, and every routing (two slots a row, k gates a row) is the same launch. A small launch
-  shrinks; the base GEMM runs beside it, and goes on with h and B as further steps of its reduction when it is through
-  with W.
+- *dense* (decode): every active slot is applied to all rows of the batch and a gate table [M, S] of weight x scaling
+  zeroes what does not apply. The rows are few and the weights must be read once anyhow, so this costs no bytes, needs
+  no sorting, and every routing (two slots a row, k gates a row) is the same launch. A small launch shrinks; the base
+  GEMM runs beside it, and goes on with h and B as further steps of its reduction when it is through with W.
 - *grouped* (prefill, and decode with many slots): rows with the same slots are gathered into tiles; a program works on
   one tile. Tiles may name rows past the batch (a graph's tables serve every batch size): they are left alone.
 
 Split-K partials are summed by the last program to arrive, in a fixed order: results are repeatable bit for bit.
-
-What does not apply is selected away, never multiplied by zero: 0 x NaN and 0 x inf are NaN, and a slot may hold
-anything. A product mixes no rows of x or h, so a row is as finite as the slots that it applies itself.
 """
 
 import triton
@@ -101,16 +97,6 @@ def _load_b(b_ptrs, b_slot, word, col_live, k, R: tl.constexpr, CUT: tl.constexp
     if CUT:
         tile = tl.where((k < rank)[None, :], tile, 0.0).to(ptrs.dtype.element_ty)
     return tile
-
-
-@triton.jit
-def _applied(gates, rows, row_live, SLOTS: tl.constexpr, SLOTS_P: tl.constexpr):
-    """[BM] int32 per row of the batch: bit s says whether it applies slot s."""
-    tl.static_assert(SLOTS <= 32, "a slot is a bit of an int32")
-    slot = tl.arange(0, SLOTS_P)
-    live = row_live[:, None] & (slot < SLOTS)[None, :]
-    gate = tl.load(gates + rows[:, None] * SLOTS + slot[None, :], mask=live, other=0.0)
-    return tl.sum(tl.where(gate != 0.0, 1 << slot[None, :], 0), 1)  # a NaN differs from zero
 
 
 @triton.jit
@@ -207,7 +193,6 @@ def dense_linear_kernel(
     y,
     b,
     h,
-    gates,
     active,
     partials,
     counters,
@@ -255,9 +240,6 @@ def dense_linear_kernel(
     ragged = tl.load(active + 1)
     order = tl.arange(0, SLOTS_P)
     words = tl.load(active + 2 + order, mask=order < SLOTS, other=0)
-    slots = tl.load(active + 2 + SLOTS + order, mask=order < SLOTS, other=0)
-    # Spread before the loops, so that no pass through one changes its layout.
-    applied = tl.broadcast_to(_applied(gates, rows, row_live, SLOTS, SLOTS_P)[None, :], (BN, BM))
     k_low = tl.arange(0, RP)
     b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k_low[None, :]  # [BN, RP]
     h_ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * C * RP) + (part * RP + k_low)[None, :]  # [BM, RP]
@@ -290,14 +272,12 @@ def dense_linear_kernel(
         for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
             b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k_low, R, False)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
-            keeps = (applied >> _pick(slots, i, SLOTS_P)) & 1 != 0
-            acc = tl.where(keeps, _dot(b_tile, low.T, acc), acc)
+            acc = _dot(b_tile, low.T, acc)
     else:
         for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
             b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k_low, R, True)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
-            keeps = (applied >> _pick(slots, i, SLOTS_P)) & 1 != 0
-            acc = tl.where(keeps, _dot(b_tile, low.T, acc), acc)
+            acc = _dot(b_tile, low.T, acc)
 
     if SPLIT > 1:
         spot = lane[:, None] * BM + rows[None, :]
@@ -316,7 +296,6 @@ def dense_expand_kernel(
     y,
     b,
     h,
-    gates,
     active,
     m,
     stride_y,
@@ -342,13 +321,11 @@ def dense_expand_kernel(
     col_live = (cols < end)[:, None]
     rows = tl.arange(0, BM)
     row_live = (rows < m)[:, None]
-    applied = tl.broadcast_to(_applied(gates, rows, rows < m, SLOTS, SLOTS_P)[:, None], (BM, BN))
     k = tl.arange(0, RP)
     n_active = tl.load(active)
     ragged = tl.load(active + 1)
     order = tl.arange(0, SLOTS_P)
     words = tl.load(active + 2 + order, mask=order < SLOTS, other=0)
-    slots = tl.load(active + 2 + SLOTS + order, mask=order < SLOTS, other=0)
     b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k[None, :]  # [BN, RP]
     h_ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * C * RP) + (part * RP + k)[None, :]  # [BM, RP]
     if PDL:
@@ -371,14 +348,12 @@ def dense_expand_kernel(
         for i in tl.range(0, n_active, num_stages=STAGES):
             b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k, R, False)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
-            keeps = (applied >> _pick(slots, i, SLOTS_P)) & 1 != 0
-            acc = tl.where(keeps, _dot(low, b_tile.T, acc), acc)
+            acc = _dot(low, b_tile.T, acc)
     else:
         for i in range(n_active):
             b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k, R, True)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
-            keeps = (applied >> _pick(slots, i, SLOTS_P)) & 1 != 0
-            acc = tl.where(keeps, _dot(low, b_tile.T, acc), acc)
+            acc = _dot(low, b_tile.T, acc)
     acc += before.to(tl.float32)
     tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask=live)
 

@@ -202,15 +202,14 @@ def _dense(
     if weight is None:
         start(
             kernel.dense_expand_kernel, (columns,),
-            y, b, h, routing.gates, routing.active, m, y.stride(0), b.stride(0), b.stride(1), num_stages=1, **common,
+            y, b, h, routing.active, m, y.stride(0), b.stride(0), b.stride(1), num_stages=1, **common,
         )  # fmt: skip
         return y
     expand = fitting(expand, block_m, x.itemsize, shared)
     start(
         kernel.dense_linear_kernel, (columns * expand.split_k,),
-        x, weight, x if bias is None else bias, y, b, h, routing.gates, routing.active,
-        _partials(x, columns, expand, block_m), arrivals(x.device, "linear"),
-        m, x.stride(0), y.stride(0), weight.stride(0), b.stride(0), b.stride(1),
+        x, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
+        arrivals(x.device, "linear"), m, x.stride(0), y.stride(0), weight.stride(0), b.stride(0), b.stride(1),
         K=k, HAS_BIAS=bias is not None, SPLIT=expand.split_k, BK=expand.block_k, num_stages=expand.stages, **common,
     )  # fmt: skip
     return y

@@ -32,8 +32,6 @@ def atmm_reference(
     for numbers, pairs in groups:
         for t in numbers.tolist():
             for slot, weight in pairs:
-                if weight == 0:
-                    continue  # it does not apply, whatever the slot holds
                 r = ranks[slot]
                 for c in range(len(offsets) - 1):
                     low = a[slot, c * r : (c + 1) * r] @ x[t]
@@ -69,8 +67,6 @@ def atmm_torch(
         rows = slice(None) if whole else torch.from_numpy(numbers).to(y.device, torch.int64)
         picked = x[rows]
         for slot, weight in pairs:
-            if not torch.is_tensor(weight) and weight == 0:
-                continue  # it does not apply, whatever the slot holds
             r, place = ranks[slot], routing.places[slot]
             low = picked @ a[place, : r * (len(offsets) - 1)].T * (weight * routing.scalings[slot])
             for c in range(len(offsets) - 1):

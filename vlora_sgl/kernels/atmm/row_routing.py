@@ -20,10 +20,7 @@ TILE_ROWS = (16, 64)
 
 Pairs = tuple[tuple[int, float], ...]
 Group = tuple[np.ndarray, Pairs]
-"""Row numbers (int32, 1-D) and the (slot, weight) pairs all of them apply.
-
-A pair of weight 0 applies nothing, whatever the slot holds; it only keeps the slot among the active ones, for a router
-that may add to its gates."""
+"""Row numbers (int32, 1-D) and the (slot, weight) pairs all of them apply."""
 Run = tuple[Pairs, int]
 """``(pairs, n_rows)``: the next ``n_rows`` rows of the batch apply these (slot, weight) pairs."""
 
@@ -133,8 +130,7 @@ def dense_tables(
     used = set()
     for numbers, pairs in groups:
         for slot, weight in pairs:
-            if weight != 0:  # 0 x NaN is NaN
-                gates[numbers, slot] += weight * scalings[slot]
+            gates[numbers, slot] += weight * scalings[slot]
             if len(numbers):
                 used.add(slot)
     active = np.zeros(2 + 2 * len(scalings), dtype=np.int32)
@@ -147,7 +143,6 @@ def grouped_tables(
     groups: Sequence[Group], ranks: Sequence[int], scalings: Sequence[float], places: Sequence[int], block: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tile_rows [T, block], tile_slots [T, P], tile_gates [T, P, block]): groups cut into tiles."""
-    groups = [(numbers, tuple(pair for pair in pairs if pair[1] != 0)) for numbers, pairs in groups]
     width = max([1, *(len(pairs) for numbers, pairs in groups if len(numbers))])
     total = sum(-(-len(numbers) // block) for numbers, _ in groups)
     tile_rows = np.full((total, block), -1, dtype=np.int32)
