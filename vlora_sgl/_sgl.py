@@ -295,6 +295,8 @@ NOISE: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.multimodal_processor": ("Ignore import error when loading",),
     "sglang.srt.models.registry": ("Ignore import error when loading",),
     "sglang.srt.server_args": ("Cuda graph is disabled because of using torch native attention",),
+    # A prompt beside one that was refused, or whose client left.
+    "sglang.srt.managers.tokenizer_manager": ("Received output for rid=",),
     "sglang.srt.utils.common": ("Fail to set RLIMIT", "Processor tokenizer for"),
 }
 
