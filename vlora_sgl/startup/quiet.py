@@ -23,6 +23,7 @@ def silence() -> None:
     """Drop the known noise in this process. Call before SGLang's import."""
     places = [Place(logging.getLogger(name).filters, None, _Dropped(start)) for name, start in NOISE.items()]
     seams.place("logging.Filterer.filters", places)
+    warnings.filterwarnings("ignore", message="ORJSONResponse is deprecated")  # of FastAPI, which SGLang answers by
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\..*")
     warnings.filterwarnings("ignore", module=r"PIL\..*")  # what it thinks of clients' images
 
