@@ -60,6 +60,8 @@ NAMES: dict[str, str] = {
     "GenerateReqInput": "sglang.srt.managers.io_struct:GenerateReqInput",
     "EmbeddingReqInput": "sglang.srt.managers.io_struct:EmbeddingReqInput",
     "SamplingParams": "sglang.srt.sampling.sampling_params:SamplingParams",
+    "AbortReq": "sglang.srt.managers.io_struct:AbortReq",
+    "FINISH_ABORT": "sglang.srt.managers.schedule_batch:FINISH_ABORT",
     "PauseGenerationReqInput": "sglang.srt.managers.io_struct:PauseGenerationReqInput",
     "ContinueGenerationReqInput": "sglang.srt.managers.io_struct:ContinueGenerationReqInput",
     "SchedulePolicy": "sglang.srt.managers.schedule_policy:SchedulePolicy",

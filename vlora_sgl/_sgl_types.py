@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 OURS: dict[str, frozenset[str]] = {
     "GenerationBatchResult": frozenset({"head_results", "vlora_mode"}),
+    "LogitsProcessorOutput": frozenset({"vlora_bad_rows"}),
+    "MultimodalDataItem": frozenset({"vlora_fault"}),
     "LoRAAdapter": frozenset({"packed", "report", "update_sizes"}),
     "Req": frozenset({"vlora"}),
 }
@@ -113,6 +115,7 @@ class MultimodalDataItem(Protocol):
     offsets: list[tuple[int, int]] | None
     feature: object
     model_specific_data: Mapping[str, torch.Tensor]
+    vlora_fault: Exception | None
 
     @property
     def modality(self) -> Modality: ...
@@ -149,6 +152,9 @@ class Req(Protocol):
     req_pool_idx: int
     cache_protected_len: int
     extend_range: Range
+    is_retracted: bool
+    inflight_middle_chunks: int
+    skip_radix_cache_insert: bool
     vlora: RequestState
 
     def finished(self) -> bool: ...
@@ -183,12 +189,15 @@ class LogitsProcessorOutput(Protocol):
     """``layers/logits_processor``: of one step."""
 
     customized_info: dict[str, list[object]] | None
+    next_token_logits: torch.Tensor | None
+    vlora_bad_rows: torch.Tensor
 
 
 class GenerationBatchResult(Protocol):
     """``managers/utils``: of one step."""
 
     logits_output: LogitsProcessorOutput | None
+    copy_done: torch.cuda.Event | None
     head_results: object
     vlora_mode: InferenceMode
 

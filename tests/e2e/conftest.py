@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import TinyModel
-from tests.support.modes import Expected, expected_answers, make_adapters
+from tests.support.engine_runs import EngineProcess
+from tests.support.modes import Expected, engine_options, expected_answers, make_adapters
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,10 @@ def mode_adapters(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactor
 def expected(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> dict[str | None, Expected]:
     """PEFT's answers of the base model and each of them."""
     return expected_answers(tiny_model.path, mode_adapters)
+
+
+@pytest.fixture(scope="session")
+def modes_engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[EngineProcess]:
+    """An engine with these adapters, whose mode can be forced from batch to batch."""
+    with EngineProcess(engine_options(tiny_model.path, mode_adapters)) as process:
+        yield process  # which starts while PEFT answers

@@ -1,19 +1,18 @@
 """Every mode, every neighbour: the same answers, equal to PEFT merged and unmerged.
 
-One engine of its own, because only there can a mode be forced from batch to batch. It prefills in chunks and keeps a
-radix cache. On a GPU it schedules with overlap and replays decode graphs of both variants; on a CPU it does neither.
+An engine for this and for isolation, because only there can a mode be forced from batch to batch. It prefills in
+chunks and keeps a radix cache. On a GPU it schedules with overlap and replays decode graphs of both variants; on a CPU
+it does neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import TinyModel
 from tests.support.engine_runs import EngineProcess
-from tests.support.modes import CHUNK, Expected, check_all, engine_options
+from tests.support.modes import CHUNK, Expected, check_all
 
 pytestmark = pytest.mark.e2e
 
@@ -29,10 +28,9 @@ BATCHES: dict[str, list[str | None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[EngineProcess]:
-    with EngineProcess(engine_options(tiny_model.path, mode_adapters)) as process:
-        yield process  # which starts while PEFT answers
+@pytest.fixture
+def engine(modes_engine: EngineProcess) -> EngineProcess:
+    return modes_engine
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -75,3 +75,24 @@ def test_a_row_with_an_answer_under_way_never_joins_the_decoding_ones() -> None:
     heads.before_decoding(running, last, chunked)
     assert last.reqs == [chunked, generates, finished]  # SGLang itself keeps the chunked one out
     assert heads.under_way == [asks] and running.batch_is_full is False
+
+
+class Raising(ClassifyHead):
+    def postprocess(self, raw: torch.Tensor, grid: Grid | None = None) -> Any:
+        raise IndexError("a mistake in a head")
+
+
+def test_a_head_that_fails_leaves_the_others_their_answers() -> None:
+    """Its own code raises, or its weights are not finite."""
+    kind, raising, spoiled = (cls("kind", HIDDEN, ["a", "b"]) for cls in (ClassifyHead, Raising, ClassifyHead))
+    with torch.no_grad():
+        spoiled.linear.weight.fill_(torch.nan)
+    heads = [HeadRequest(head) for head in (kind, raising, spoiled, kind)]
+    reqs: Any = [SimpleNamespace(vlora=RequestState(RequestParams(), head=head), rid=str(head)) for head in heads]
+    results = run_heads(torch.randn(4, HIDDEN), [(0, 1)] * 4, list(enumerate(heads)), heads)
+    faulty = HeadScheduling(None).finished(reqs, SimpleNamespace(head_results=results))  # type: ignore[arg-type]
+    assert [req for req, _ in faulty] == reqs[1:3]
+    assert [str(error) for _, error in faulty] == [
+        "a mistake in a head", "head 'kind' computed values that are not finite",
+    ]  # fmt: skip
+    assert ["head" in req.vlora.answer for req in reqs] == [True, False, False, True]

@@ -157,8 +157,32 @@ def test_a_load_is_a_handful_of_copies_whatever_the_depth(layers: int) -> None:
         pool.pack(adapter, modules)
         with Copies() as copies:
             pool.load_lora_weight_to_buffer("x", 1, adapter, modules, None, None)
-        expected = {"copy_.default": 2, "_foreach_copy_.default": 2, "_foreach_zero_.default": zeroed}
-        assert copies.count == Counter(expected)
+        expected = {"copy_.default": 3, "_foreach_copy_.default": 2, "_foreach_zero_.default": zeroed}
+        assert copies.count == Counter(expected)  # the third is one element, which says that all are finite
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("side", "AB")
+@pytest.mark.parametrize("sized", [False, True], ids=["equal_slots", "sized_slots"])
+@pytest.mark.parametrize("where", [0, -1])
+def test_what_was_spoiled_behind_the_loader_leaves_b_finite_and_a_not(
+    sized: bool, side: str, value: float, where: int
+) -> None:
+    """Dense kernels give other rows 0 x B; the adapter's own rows have to notice."""
+    pool, modules = make_pool(sized), make_modules()
+    adapter, twin = make_adapter(16, tuple(KINDS), (0, 1)), make_adapter(16, tuple(KINDS), (0, 1))
+    pool.pack(adapter, modules)
+    name = list(adapter.layers[where].weights)[0 if side == "A" else 1]
+    adapter.layers[where].weights[name].view(-1)[where] = value
+    pool.load_lora_weight_to_buffer("x", 1, adapter, modules, None, None)
+
+    def finite(buffers: Any) -> list[bool]:
+        matrices = [matrix[pool.places[1]] for kind in buffers.values() for matrix in kind]
+        return [bool((m[:, :16] if buffers is pool.B_buffer else m[:16]).isfinite().all()) for m in matrices]
+
+    assert all(finite(pool.B_buffer)) and not all(finite(pool.A_buffer))
+    pool.load_lora_weight_to_buffer("y", 1, twin, modules, None, None)
+    assert all(finite(pool.B_buffer)) and all(finite(pool.A_buffer)), "the next in the slot is in order"
 
 
 def test_an_adapter_is_held_once_and_its_layout_as_long_as_somebody_has_it() -> None:

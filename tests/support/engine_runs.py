@@ -161,6 +161,18 @@ def install_clock(scheduler_class: Any) -> None:
     def force_mode(self: Any, mode: str) -> None:
         self.planning.change(dataclasses.replace(self.planning.args, mode=mode))
 
+    def poison(self: Any, adapter: str, what: str, value: float) -> None:
+        """Spoil what the loader has let through: an adapter's scale, or some of its weights in host memory."""
+        manager = self.lora_manager
+        (found,) = (manager.loras[uid] for uid, ref in manager.lora_refs.items() if ref.lora_name == adapter)
+        if what == "scale":
+            found.scaling = value
+            return
+        for layer in found.layers:
+            for weight in layer.weights.values():
+                weight.view(-1)[::7] = value
+
+    scheduler_class.poison = poison
     scheduler_class.run_batch = run_batch
     scheduler_class.write_steps = write_steps
     scheduler_class.force_mode = force_mode
@@ -234,6 +246,12 @@ class _Worker:
     def force_mode(self, mode: str) -> None:
         self.engine.collective_rpc("force_mode", mode=mode)
 
+    def poison(self, adapter: str, what: str, value: float) -> None:
+        self.engine.collective_rpc("poison", adapter=adapter, what=what, value=value)
+
+    def ask_each(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any] | str]:
+        return self.engine.loop.run_until_complete(_ask_each(self.engine, requests))
+
     def state(self) -> dict[str, Any]:
         return dict(self.engine.get_server_info()["internal_states"][0]["vlora"])
 
@@ -257,6 +275,16 @@ async def _play(engine: Any, arrivals: Sequence[Arrival]) -> list[tuple[float, f
         return first - start, time.perf_counter() - start
 
     return await asyncio.gather(*(one(at, request) for at, request in arrivals))
+
+
+async def _ask_each(engine: Any, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any] | str]:
+    async def one(request: dict[str, Any]) -> dict[str, Any] | str:
+        try:
+            return dict(await engine.async_generate(**request))
+        except Exception as error:
+            return f"{type(error).__name__}: {getattr(error, 'detail', error)}"
+
+    return await asyncio.gather(*map(one, requests))
 
 
 def serve() -> None:
@@ -332,6 +360,14 @@ class EngineProcess:
     def play(self, arrivals: Sequence[Arrival]) -> list[tuple[float, float]]:
         """Send requests at their times, whether or not others are done: seconds to first and last token of each."""
         return self._call("play", arrivals=arrivals)
+
+    def ask_each(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any] | str]:
+        """Requests of their own, sent together: the answer of each, or its error."""
+        return self._call("ask_each", requests=requests)
+
+    def poison(self, adapter: str, what: str, value: float) -> None:
+        """Spoil a loaded adapter's ``scale`` or ``weights`` behind the loader; ours only."""
+        self._call("poison", adapter=adapter, what=what, value=value)
 
     def flush(self) -> None:
         """Empty the prefix cache."""

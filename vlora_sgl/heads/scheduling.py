@@ -88,18 +88,26 @@ class HeadScheduling:
             last.filter_batch(keep_indices=[row for row, req in enumerate(last.reqs) if req not in self.under_way])
             running.batch_is_full = False
 
-    def finished(self, reqs: Sequence[Req], result: GenerationBatchResult) -> None:
-        """A prefill has run: set the answers of its requests."""
+    def finished(self, reqs: Sequence[Req], result: GenerationBatchResult) -> list[tuple[Req, Exception]]:
+        """A prefill has run: set the answers of its requests.
+
+        Returns:
+            requests whose head has no answer, and why.
+        """
         results = getattr(result, "head_results", None)
         if results is not None:
             results.deliver()
+        faulty = []
         for req in reqs:
             state = req.vlora
+            if state.head is not None and state.head.fault is not None:
+                faulty.append((req, state.head.fault))
             if state.head is None or state.head.pending:
                 continue
             if state.head.dense and state.identity is not None:
                 self._remember(self._dense_key(req), state.head.answer)
             state.answer["head"] = state.head.answer
+        return faulty
 
     def _dense_key(self, req: Req) -> bytes:
         identity, request = req.vlora.identity, req.vlora.head

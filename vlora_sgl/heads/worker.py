@@ -16,6 +16,7 @@ from torch import Tensor
 from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import GenerationBatchResult, ModelRunner, ScheduleBatch
 from vlora_sgl.core import JsonDict
+from vlora_sgl.errors import HeadError
 from vlora_sgl.heads.base import Grid, VisionHead, grouped_linear
 from vlora_sgl.seams import Place, Places
 
@@ -29,12 +30,14 @@ class HeadRequest:
         images: for a dense head, ``(start, end, grid)`` of each image in the prompt.
         raw: for a dense head, raw outputs by prompt position: they may come in chunks. ``None`` until the first.
         answer: the final answer. A dense head's boxes of several images are in one list, each with its ``image``.
+        fault: why there is none: its outputs are not finite, or it raised.
     """
 
     head: VisionHead
     images: tuple[tuple[int, int, Grid], ...] = ()
     raw: Tensor | None = None
     answer: JsonDict | None = None
+    fault: Exception | None = None
 
     @property
     def dense(self) -> bool:
@@ -47,12 +50,20 @@ class HeadRequest:
         return self.answer is None
 
     def finish(self, raw: Tensor) -> JsonDict:
-        """The answer, from all raw outputs on the CPU: [outputs], or for a dense head [prompt positions, outputs]."""
+        """The answer, from all raw outputs on the CPU: [outputs], or for a dense head [prompt positions, outputs].
+
+        Raises:
+            HeadError: outputs that are not finite.
+        """
         if not self.dense:
-            return self.head.postprocess(raw)
+            return self._answer(raw)
         first = self.images[0][0]
-        answers = [self.head.postprocess(raw[start - first : end - first], grid) for start, end, grid in self.images]
-        return merge_images(answers)
+        return merge_images([self._answer(raw[start - first : end - first], grid) for start, end, grid in self.images])
+
+    def _answer(self, raw: Tensor, grid: Grid | None = None) -> JsonDict:
+        if not raw.isfinite().all():
+            raise HeadError(f"head {self.head.name!r} computed values that are not finite")
+        return self.head.postprocess(raw, grid)
 
 
 def merge_images(answers: list[JsonDict]) -> JsonDict:
@@ -84,7 +95,11 @@ class HeadResults:
             self.ready.synchronize()
         parts = self.raw.split([shape.numel() for _, shape in self.requests])
         for (request, shape), part in zip(self.requests, parts, strict=True):
-            request.answer, request.raw = request.finish(part.reshape(shape)), None
+            try:
+                request.answer = request.finish(part.reshape(shape))
+            except Exception as error:  # whatever a head's own code does, the other rows have their answers
+                request.fault = error
+            request.raw = None
 
 
 class HiddenStates:

@@ -157,8 +157,11 @@ class VLoraManager(_sgl.LoRAManager):
         return result
 
     def adapter_state(self) -> dict[str, JsonDict]:
-        """What ``/server_info`` shows of every adapter in memory, by id."""
-        return self._store.state()
+        """What ``/server_info`` shows of every adapter in memory, by id; ``never_merged`` says why, if it is not."""
+        state = self._store.state()
+        for adapter, shown in state.items():
+            shown["never_merged"] = self.refusal(adapter) if self.can_merge else None
+        return state
 
     # The pool
 

@@ -17,7 +17,7 @@ from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.kernels.merge import MergeTable, MergeTarget
 from vlora_sgl.lora.merge_bound import BaseSize, base_sizes, merge_refusal
 from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher, base_copies
-from vlora_sgl.lora.packed import Layers, PackedPool
+from vlora_sgl.lora.packed import Layers, PackedPool, not_finite
 from vlora_sgl.lora.row_routing import RowRouting
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,9 @@ class Merger:
             group = min(outside)
             return f"it has weights for {group} ({self._unmergeable.get(group, 'not a wrapped module')})"
         lora = self._adapters[adapter]
+        packed = getattr(lora, "packed", None)
+        if packed is not None and not_finite(packed.buffer):
+            return "its weights are not finite"
         return merge_refusal(lora.update_sizes, self._base_sizes, float(lora.scaling), self.switcher.table.dtype)
 
     def _measure(self) -> None:

@@ -43,8 +43,9 @@ class Weight(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A stretch of the packed buffer, the staging memory it goes to, what lies there, and where that goes."""
+    """Of one side, a stretch of the packed buffer, the staging memory it goes to, what lies there, where that goes."""
 
+    side: str
     stretch: slice
     staging: torch.Tensor
     sources: list[torch.Tensor]
@@ -158,7 +159,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
                         names[weight] = name
         layout = self._layout(sorted(names), adapter.config.r)
         pinned = self.pin_memory_available and self.staging.device.type != "cpu"
-        buffer = torch.empty(layout.begins[-1], dtype=self.dtype, pin_memory=pinned)
+        buffer = torch.zeros(layout.begins[-1], dtype=self.dtype, pin_memory=pinned)
         views = dict(zip(layout.weights, layout.views(buffer, 0, len(layout.weights)), strict=True))
 
         self._write(views, adapter, lora_modules)
@@ -193,11 +194,17 @@ class PackedPool(_sgl.LoRAMemoryPool):
             layout.routes[buffer_id] = self._route(layout, buffer_id, lora_adapter.config.r, lora_modules)
         moves, lacking = layout.routes[buffer_id]
         self._wait_for_staging()
+        spoiled = []
         for move in moves:
             # The adapter may be unloaded before this copy has run: torch gives pinned memory out again only when the
             # copies out of it, which it records here, are over.
             move.staging.copy_(buffer[move.stretch], non_blocking=True)
+            spoiled.append(not_finite(move.staging))
+            if move.side == "B":
+                torch.nan_to_num(move.staging, 0.0, 0.0, 0.0, out=move.staging)
             torch._foreach_copy_(move.targets, move.sources)
+        if moves:
+            _spoil(moves[0].targets[0], torch.stack(spoiled).any())
         if lacking:
             torch._foreach_zero_(lacking)
         if self.embedding_A_buffer or self.lm_head_A_buffer or lora_adapter.embedding_layers:
@@ -251,9 +258,22 @@ class PackedPool(_sgl.LoRAMemoryPool):
             stretch = slice(layout.begins[first], layout.begins[last])
             staging = self.staging[: stretch.stop - stretch.start]
             targets = [self._part(weight, slot, rank) for weight in layout.weights[first:last]]
-            moves.append(Move(stretch, staging, layout.views(staging, first, last), targets))
+            moves.append(
+                Move(layout.weights[first].side, stretch, staging, layout.views(staging, first, last), targets)
+            )
         lacking = sorted(self._wrapped(lora_modules).difference(layout.weights))
         return moves, [self._part(weight, slot, rank) for weight in lacking]
+
+
+def not_finite(values: torch.Tensor) -> torch.Tensor:
+    """Whether any of these is a NaN or an infinity: a bool on their device, after one pass that copies nothing."""
+    low, high = torch.aminmax(values)
+    return ~torch.isfinite(low * 0 + high * 0)
+
+
+def _spoil(matrix: torch.Tensor, spoiled: torch.Tensor) -> None:
+    """Put a NaN into a matrix, if ``spoiled``; nothing waits for that."""
+    matrix[0, 0] = torch.where(spoiled, torch.nan, matrix[0, 0])
 
 
 def _aligned(size: int) -> int:

@@ -19,6 +19,7 @@ from vlora_sgl.core import InferenceMode, JsonDict, RequestParams
 from vlora_sgl.errors import ConfigError, HeadError, RequestError
 from vlora_sgl.heads.scheduling import HeadScheduling
 from vlora_sgl.managers.draining import Draining
+from vlora_sgl.managers.faults import Faults
 from vlora_sgl.managers.metrics import VLoraMetrics
 from vlora_sgl.managers.planning import PlannedOrder, Planning
 from vlora_sgl.mem_cache.scheduling import PrefixScheduling
@@ -42,6 +43,7 @@ class VLoraScheduler(_sgl.Scheduler):
         prefixes: who computes a request's KV, and who waits for whom.
         early_encoding: the image encoder, started before a batch is formed.
         draining: unloads that wait for their adapter's last row.
+        faults: requests that go wrong inside the engine, and end alone.
         planning: which requests run, and how their adapters are applied; ``None`` when LoRA is off.
         metrics: ours on SGLang's Prometheus endpoint; ``None`` without one, or when LoRA is off.
     """
@@ -55,6 +57,7 @@ class VLoraScheduler(_sgl.Scheduler):
         self.prefixes = PrefixScheduling(self.tree_cache, runner, self.embeddings)
         self.early_encoding = EarlyEncoding(runner, self.embeddings, self._on_forward_stream, self.prefixes.cached)
         self.draining = Draining(self._adapters_in_use)
+        self.faults = Faults(self.tree_cache)
         self.planning: Planning | None = None
         self.metrics: VLoraMetrics | None = None
         if self.enable_lora:
@@ -73,7 +76,35 @@ class VLoraScheduler(_sgl.Scheduler):
         """This rank's LoRA manager, or ``None`` when LoRA is off."""
         return getattr(self.tp_worker.model_runner, "lora_manager", None)
 
+    def run_event_loop(self) -> None:
+        """SGLang's. What ends it ends the engine: the log says so in one line, before SGLang's traceback."""
+        try:
+            super().run_event_loop()
+        except Exception as error:
+            logger.critical(
+                "rank %d ends, and the engine with it: %s: %s", self.ps.tp_rank, type(error).__name__, error
+            )
+            raise
+
     # A request comes
+
+    def handle_generate_request(self, recv_req: Any) -> None:
+        """SGLang's. One that cannot be taken in is told so, and nobody else notices."""
+        with self._taken_in(recv_req):
+            super().handle_generate_request(recv_req)
+
+    def handle_embedding_request(self, recv_req: Any) -> None:
+        """SGLang's, as ``handle_generate_request``."""
+        with self._taken_in(recv_req):
+            super().handle_embedding_request(recv_req)
+
+    @contextmanager
+    def _taken_in(self, recv_req: Any) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.waiting_queue[:] = [req for req in self.waiting_queue if req.rid != recv_req.rid]
+            self.ipc_channels.send_to_tokenizer.send_output(self.faults.refused(recv_req, error), recv_req)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         """SGLang's, once our parts know the request; it comes here again when it was retracted."""
@@ -165,7 +196,9 @@ class VLoraScheduler(_sgl.Scheduler):
 
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """SGLang's, which sends tokens out, once they carry what their clients are told."""
-        self.heads.finished(batch.reqs if batch.forward_mode.is_extend() else (), result)
+        for req, error in self.heads.finished(batch.reqs if batch.forward_mode.is_extend() else (), result):
+            self.faults.end(req, "head", str(error))
+        self.faults.finished(batch.reqs, result, self.lora_manager.lora_refs if self.lora_manager else {})
         tell(batch.reqs, getattr(result, "logits_output", None), getattr(result, "vlora_mode", None))
         super().process_batch_result(batch, result)
         if self.planning is not None:
@@ -270,6 +303,7 @@ class VLoraScheduler(_sgl.Scheduler):
             "encoder": {**self.embeddings.state(), **(graphs.state() if graphs is not None else {})},
             "prefill_graphs": getattr(runner.prefill_cuda_graph_runner, "replays", None),
             "heads": self.heads.totals,
+            "faults": dict(self.faults.counts),
             "adapters": manager.adapter_state() if manager is not None else {},
             "pool": manager.pool_state() if manager is not None else None,
             "seams": seams.report(),

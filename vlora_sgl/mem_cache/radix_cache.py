@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -63,6 +63,10 @@ class Numbering:
         if len(self._known) > self._capacity:
             self._known.popitem(last=False)
         return number
+
+    def forget(self, content: Hashable) -> None:
+        """Give ``content`` a new number when it comes again: nothing that is under the old one is found any more."""
+        self._known.pop(content, None)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -176,6 +180,12 @@ class VLoraRadixCache(_sgl.RadixCache):
         identity = CacheIdentity(salt, number, invocation_start, numbers)
         identity.elements(token_ids)  # once per request, so that its first match costs no more than the next
         return identity
+
+    def distrust(self, adapter: str | None, images: Iterable[ImageSpan] = ()) -> None:
+        """What was computed with an adapter (its digest), and with these images, is found by no later request."""
+        self._adapter_numbers.forget(adapter)
+        for image in images:
+            self._image_numbers.forget(image.content)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """SGLang's ``match_prefix``, over elements. A request's ``reuse_limit`` counts when the request is given."""

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from vlora_sgl import _sgl, seams
-from vlora_sgl._sgl_types import ForwardBatch
+from vlora_sgl._sgl_types import ForwardBatch, LogitsProcessorOutput
+from vlora_sgl.kernels.finite_rows import clear_rows_
 from vlora_sgl.lora.warmup import compile_prefills
 from vlora_sgl.multimodal import encoder_cache
 from vlora_sgl.multimodal.embedding_count import EMBEDS_ONLY, leave_out_cached_images
@@ -72,6 +75,16 @@ class VLoraModelRunner(_sgl.ModelRunner):
             leave_out_cached_images(forward_batch)
         return super().forward(forward_batch, *args, **kwargs)
 
+    def sample(self, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> Any:
+        """SGLang's. Rows of logits that are not finite are named and cleared before: one would end the sampler."""
+        name_bad_rows(logits_output)
+        return super().sample(logits_output, forward_batch)
+
+    def compute_logprobs_only(self, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> None:
+        """SGLang's, of prompts from which nothing is sampled; as ``sample``."""
+        name_bad_rows(logits_output)
+        super().compute_logprobs_only(logits_output, forward_batch)
+
     def check_weights(self, action: str, allow_quant_error: bool = False) -> object:
         """SGLang's check (checksum, snapshot, comparison), of the base model's weights."""
         self.unmerge()
@@ -99,6 +112,19 @@ class VLoraModelRunner(_sgl.ModelRunner):
         from vlora_sgl.model_executor.graph_runner import VLoraDecodeCudaGraphRunner
 
         return VLoraDecodeCudaGraphRunner
+
+
+def name_bad_rows(output: LogitsProcessorOutput) -> None:
+    """Clear rows that are not finite, and say on the host which: ``vlora_bad_rows``, valid when the result is.
+
+    Args:
+        output: SGLang's, of one step, as the model left it: a grammar or a bias will put -inf there.
+    """
+    if output.next_token_logits is None:
+        return
+    flags = clear_rows_(output.next_token_logits)
+    output.vlora_bad_rows = torch.empty_like(flags, device="cpu", pin_memory=flags.is_cuda)
+    output.vlora_bad_rows.copy_(flags, non_blocking=True)
 
 
 class _Guard:

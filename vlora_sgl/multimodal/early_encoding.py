@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import Req
 from vlora_sgl.multimodal.encoder_cache import EncoderCache
@@ -100,5 +102,10 @@ class EarlyEncoding:
         start = self._cached(req)
         if start is None:
             return 0
-        with self._on_forward_stream():
-            return encode_ahead(self._runner.model, graphs, self._cache, req.multimodal_inputs.mm_items, start)
+        try:
+            with self._on_forward_stream():
+                return encode_ahead(self._runner.model, graphs, self._cache, req.multimodal_inputs.mm_items, start)
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            return 0  # the batch encodes it again, and says what is wrong (encoder_guard)
