@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from vlora_sgl import _sgl
 from vlora_sgl.core import RequestParams
 from vlora_sgl.managers.faults import Faults
 from vlora_sgl.managers.scheduler import VLoraScheduler
+from vlora_sgl.managers.tokenizer_manager import VLoraTokenizerManager
 from vlora_sgl.mem_cache.identity import NEVER, AdapterContent, ImageSpan
 from vlora_sgl.mem_cache.radix_cache import VLoraRadixCache
 from vlora_sgl.model_executor.model_runner import name_bad_rows
@@ -131,3 +133,19 @@ def test_a_request_that_cannot_be_taken_in_is_told_so(monkeypatch: pytest.Monkey
     assert all(
         out.finished_reason["status_code"] == 500 and "KeyError" in out.finished_reason["message"] for out in sent
     )
+
+
+def test_a_step_whose_answers_cannot_be_put_together_ends_them_and_not_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[Any] = []
+    manager: Any = VLoraTokenizerManager.__new__(VLoraTokenizerManager)
+
+    async def raising(self: Any, recv_obj: Any) -> None:
+        raise TypeError("what nobody thought of")
+
+    monkeypatch.setattr(VLoraTokenizerManager.__mro__[1], "_handle_batch_output", raising)
+    monkeypatch.setattr(manager, "_handle_abort_req", ended.append, raising=False)
+    asyncio.run(manager._handle_batch_output(SimpleNamespace(rids=["a", "b"])))
+    assert [req.rid for req in ended] == ["a", "b"]
+    assert all(req.finished_reason["status_code"] == 500 for req in ended)

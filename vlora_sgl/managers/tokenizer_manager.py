@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from vlora_sgl.multimodal.opening import naming_images
 from vlora_sgl.request import show
 from vlora_sgl.seams import Stage
 from vlora_sgl.server_args import VLoraArgs
+
+logger = logging.getLogger(__name__)
 
 
 class VLoraTokenizerManager(_sgl.TokenizerManager):
@@ -133,6 +137,19 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         finally:
             await answers.aclose()
             await self.adapters.registry.let_go(obj.lora_id)
+
+    # An answer comes
+
+    async def _handle_batch_output(self, recv_obj: Any) -> None:
+        """SGLang's, which ends the process if it raises: here the answers of that step end, with status 500."""
+        try:
+            await super()._handle_batch_output(recv_obj)
+        except Exception as error:
+            message = f"{type(error).__name__} while the answer was put together: {error}"
+            logger.error("requests %s end: %s", ", ".join(recv_obj.rids), message, exc_info=error)
+            reason = _sgl.FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError").to_json()
+            for rid in recv_obj.rids:
+                self._handle_abort_req(_sgl.AbortReq(rid=rid, finished_reason=reason))
 
     # Adapters come and go
 
