@@ -343,7 +343,6 @@ def test_one_switch_turns_all_fast_paths_off(runner: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda runner: vars(runner).update(attn_backend=object()), "its attention backend is object"),
         (
             lambda runner: vars(runner.server_args).update(enable_deterministic_inference=True),
             "--enable-deterministic-inference",
@@ -354,6 +353,22 @@ def test_one_switch_turns_all_fast_paths_off(runner: Any, monkeypatch: pytest.Mo
 def test_decoding_says_why_it_is_left_to_sglang(runner: Any, change: Any, why: str) -> None:
     change(runner)
     assert {path(runner) for path in PATHS[1:]} == {why}
+
+
+def test_another_attention_backend_keeps_its_own_attention_and_nothing_else(runner: Any) -> None:
+    """In a prefill's graphs Triton's attention takes its place, if that reads its cache."""
+    runner.attn_backend, runner.token_to_kv_pool = SimpleNamespace(), SimpleNamespace()
+    assert decode_layers.attention(runner) == "its attention backend is SimpleNamespace"
+    assert not any(isinstance(path(runner), str) for path in (decode_layers.norms, decode_layers.rotations))
+    assert prefill_attention.captured_attention(runner) is None
+    assert seams.report()["TritonAttnBackend.forward"]["why"] == "SimpleNamespace keeps a cache of another kind"
+
+
+def test_a_backend_of_decoding_alone_is_found(runner: Any) -> None:
+    triton = runner.attn_backend
+    runner.attn_backend = SimpleNamespace(decode_backend=triton)
+    (place,) = decode_layers.attention(runner)
+    assert place.owner is triton  # type: ignore[union-attr]
 
 
 def test_other_gpus_keep_sglangs_kernels(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,6 +277,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "PrefillCudaGraphRunner._prepare_forward_metadata_for_replay": (
         *("self", "forward_batch", "static_forward_batch", "num_tokens"),
     ),
+    "PrefillCudaGraphRunner._init_forward_metadata_for_capture": ("self", "forward_batch", "num_tokens"),
     "PrefillCudaGraphRunner._pad_to_bucket": ("raw_size", "buckets"),
     "PrefillCudaGraphRunner.can_run_graph": ("self", "forward_batch"),
     "PrefillCudaGraphRunner.execute": ("self", "forward_batch"),

@@ -386,6 +386,8 @@ class TritonAttnBackend(Protocol):
     _translate_kv_loc: object
     forward: Callable[..., torch.Tensor]
 
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None: ...
+
 
 # Adapters in the engine
 

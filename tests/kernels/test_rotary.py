@@ -59,14 +59,15 @@ def test_kernel_rotates_q_and_puts_k_and_v_in_the_cache(
         part.unflatten(1, (-1, width)).clone()
         for part in qkv.split([h * width for h in (heads, kv_heads, kv_heads)], 1)
     )
-    rotate_and_store(qkv, cos_sin, positions, places, k_cache, v_cache, sections)
+    rotated = rotate_and_store(qkv, cos_sin, positions, places, k_cache, v_cache, sections)
     eps = torch.finfo(dtype).eps
-    for found, given in ((qkv[:, : heads * width].unflatten(1, (-1, width)), q), (k_cache[places], k)):
+    assert rotated.shape == (tokens, heads * width) and rotated.is_contiguous()
+    for found, given in ((rotated.unflatten(1, (-1, width)), q), (k_cache[places], k)):
         exact = rotated_reference(given, cos_sin, positions, sections)
         assert ((found.double() - exact).abs() <= eps * exact.abs() + 2**-20).all(), "float32 inside, rounded once"
         assert not torch.equal(found, given)
     assert torch.equal(v_cache[places], v)
-    assert torch.equal(qkv[:, heads * width :].unflatten(1, (-1, width)), torch.cat((k, v), 1)), "k and v stay"
+    assert torch.equal(qkv.unflatten(1, (-1, width)), torch.cat((q, k, v), 1)), "the projection's output stays"
     others = torch.ones(20, dtype=torch.bool, device=DEVICE).index_fill(0, places, False)
     for outside in (room[-1], room[:, -8:], k_cache[others], v_cache[others]):
         assert outside.isnan().all()

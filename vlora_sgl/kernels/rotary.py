@@ -6,7 +6,8 @@ Of an image encoder: SGLang copies q, k and v out of the projection, rotates the
 recent GPU that takes longer than the attention of a window. Rotating in place reads and writes q and k once, and
 attention reads strides.
 
-Of a decoding step: q is rotated where it is, k on its way to the cache, and v goes with it, in one launch.
+Of a decoding step: q is rotated on its way out of the projection, which attention would copy it from, k on its way to
+the cache, and v goes with it, in one launch.
 """
 
 import torch
@@ -87,6 +88,7 @@ def rotate_reference(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, he
 @triton.jit
 def _rotate_and_store_kernel(
     qkv,
+    q,
     cos_sin,
     positions,
     places,
@@ -128,7 +130,8 @@ def _rotate_and_store_kernel(
     high = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
     value = tl.load(row + ((GROUP + 1) * KV_HEADS + kv_head) * (2 * HALF) + tl.arange(0, 2 * HALF))
     cached = k_cache + place * stride_k + kv_head * (2 * HALF) + column[None, :]
-    target = tl.where(is_key, cached, source)
+    rotated = q + token.to(tl.int64) * (GROUP * KV_HEADS * 2 * HALF) + (head * (2 * HALF))[:, None] + column[None, :]
+    target = tl.where(is_key, cached, rotated)
     tl.store(target, (low * c - high * s).to(qkv.dtype.element_ty), mask=live)
     tl.store(target + HALF, (high * c + low * s).to(qkv.dtype.element_ty), mask=live)
     tl.store(v_cache + place * stride_v + kv_head * (2 * HALF) + tl.arange(0, 2 * HALF), value)
@@ -142,8 +145,8 @@ def rotate_and_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     sections: tuple[int, int, int],
-) -> None:
-    """Rotate q in place, and put the rotated k and v in the cache; float32 inside, rounded once.
+) -> torch.Tensor:
+    """Rotate q, and put the rotated k and v in the cache; float32 inside, rounded once.
 
     Columns j and j + D / 2 of a head turn together, by the angle of position ``positions[a]``, where a is the section
     that j lies in (Qwen2-VL's multimodal rotary embedding: time, height, width).
@@ -155,12 +158,17 @@ def rotate_and_store(
         places: [T], slots of the tokens.
         k_cache, v_cache: [slots, KV_HEADS, D], qkv's dtype, a slot's heads contiguous.
         sections: how many of D / 2 columns each axis has.
+
+    Returns:
+        q, [T, HEADS * D], contiguous: attention backends copy what is not.
     """
     kv_heads, width = k_cache.shape[1:]
     group = qkv.shape[1] // width // kv_heads - 2
+    q = qkv.new_empty(qkv.shape[0], group * kv_heads * width)
     pdl = is_hopper(qkv.device)
     _rotate_and_store_kernel[(qkv.shape[0], kv_heads)](
         qkv,
+        q,
         cos_sin,
         positions,
         places,
@@ -180,6 +188,7 @@ def rotate_and_store(
         num_warps=4,
         **early(pdl),
     )
+    return q
 
 
 def rotated_reference(

@@ -86,6 +86,11 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
         self.replays += 1
         return super().execute(forward_batch, **kwargs)
 
+    def _init_forward_metadata_for_capture(self, forward_batch: ForwardBatch, num_tokens: int) -> object:
+        if self.attention is not None:
+            self.attention.prepare(forward_batch)
+        return super()._init_forward_metadata_for_capture(forward_batch, num_tokens)
+
     def _prepare_forward_metadata_for_replay(
         self, forward_batch: ForwardBatch, static_forward_batch: ForwardBatch, num_tokens: int
     ) -> None:
@@ -94,6 +99,7 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
         cached = forward_batch.extend_prefix_lens_cpu
         self._whole = False
         if attention is not None and cached is not None and attention.serves(num_tokens, cached):
+            attention.prepare(forward_batch)
             attention.refresh(sum(forward_batch.extend_seq_lens_cpu), sum(cached))
             self._whole = True
 

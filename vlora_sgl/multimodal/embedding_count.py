@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vlora_sgl._sgl_types import ForwardBatch, MultimodalDataItem
-from vlora_sgl.multimodal.encoder_guard import forget_faults, guarded
+from vlora_sgl.multimodal.encoder_guard import Guarded, forget_faults
 from vlora_sgl.multimodal.feature_offload import offloader
 
 Offsets = Sequence[tuple[int, int]]
@@ -73,7 +73,7 @@ def chunked_prefill_embedding(
     images may have its placeholders changed (pruned video frames): that one is left to SGLang.
     """
     with offloader.around_embedding(items):
-        embedding, input_ids = original(guarded(encode), items, sizes, prefixes, lengths, offsets, input_ids)
+        embedding, input_ids = original(Guarded(encode), items, sizes, prefixes, lengths, offsets, input_ids)
     forget_faults(items, sizes)
     one_each = all(len(item.offsets or ()) == 1 for item in items)
     if embedding is not None and one_each and len(embedding) == image_tokens(prefixes, lengths, offsets):

@@ -6,7 +6,7 @@ an embedding of zeros, which no cache keeps, and the scheduler ends their reques
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +15,6 @@ import torch
 from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import MultimodalDataItem, MultimodalInputs
 
-Encode = Callable[[Sequence[MultimodalDataItem]], Any]
-"""A model's encoder: the embeddings [tokens, width] of all items behind each other, or a list with one for each."""
-
 
 def fault_of(inputs: MultimodalInputs | None) -> Exception | None:
     """Why an image of a request could not be encoded; ``None`` if all could."""
@@ -25,22 +22,43 @@ def fault_of(inputs: MultimodalInputs | None) -> Exception | None:
     return next((fault for fault in faults if fault is not None), None)
 
 
-def guarded(encode: Any) -> Encode:
-    """A model's method that encodes, which no item makes raise. What the device itself reports is raised on."""
+class Guarded:
+    """A model's method that encodes, which no item makes raise. What the device itself reports is raised on.
 
-    def encode_all(items: Sequence[MultimodalDataItem]) -> Any:
+    Args:
+        encode: gives the embeddings [tokens, width] of all items behind each other, or a list with one for each.
+    """
+
+    def __init__(self, encode: Any) -> None:
+        self._encode = encode
+        # SGLang asks whose method it is, to know whether the features have to be moved to the device first.
+        self.__self__, self.__name__ = getattr(encode, "__self__", None), getattr(encode, "__name__", "")
+
+    def __call__(self, items: Sequence[MultimodalDataItem]) -> Any:
+        """As the method; where that raises, a list of what it gives for each item alone."""
         try:
-            return encode(items)
+            return self._encode(items)
         except torch.AcceleratorError:
             raise
         except Exception:
-            return [_encode_alone(encode, item) for item in items]
+            return [self._alone(item) for item in items]
 
-    # SGLang asks whose method it is, to know whether the features have to be moved to the device first.
-    for name in ("__self__", "__name__"):
-        if hasattr(encode, name):
-            setattr(encode_all, name, getattr(encode, name))
-    return encode_all
+    def _alone(self, item: MultimodalDataItem) -> torch.Tensor:
+        """[tokens, width] of one item; zeros, and a mark on it, where that raises."""
+        tokens = sum(last - first + 1 for first, last in item.offsets or ())
+        try:
+            found = self._encode([item])
+            embedding: torch.Tensor = (found[0] if isinstance(found, list) else found).reshape(tokens, -1)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            item.vlora_fault = error
+            model: Any = self.__self__
+            words = model.get_input_embeddings().weight
+            # Models with deepstack give the embeddings of several layers beside each other.
+            layers = 1 + len(getattr(model, "deepstack_visual_indexes", ()))
+            return words.new_zeros(tokens, words.shape[1] * layers)
+        return embedding
 
 
 def forget_faults(items: Sequence[MultimodalDataItem], sizes: Sequence[int]) -> None:
@@ -61,23 +79,3 @@ def forget_faults(items: Sequence[MultimodalDataItem], sizes: Sequence[int]) -> 
         for key in {*faults.keys() & keys, cache.combine_hashes(keys) if faults.keys() & keys else None}:
             if key is not None and cache.has(key):
                 cache.free(key, None)
-
-
-def _encode_alone(encode: Any, item: MultimodalDataItem) -> torch.Tensor:
-    """[tokens, width] of one item; zeros, and a mark on it, where that raises."""
-    try:
-        (one,) = found if isinstance(found := encode([item]), list) else (found,)
-        embedding: torch.Tensor = one.reshape(_tokens(item), -1)
-    except torch.AcceleratorError:
-        raise
-    except Exception as error:
-        item.vlora_fault = error
-        words = encode.__self__.get_input_embeddings().weight
-        # Models with deepstack give the embeddings of several layers beside each other.
-        layers = 1 + len(getattr(encode.__self__, "deepstack_visual_indexes", ()))
-        return words.new_zeros(_tokens(item), words.shape[1] * layers)
-    return embedding
-
-
-def _tokens(item: MultimodalDataItem) -> int:
-    return sum(last - first + 1 for first, last in item.offsets or ())

@@ -124,9 +124,9 @@ def test_decoding_rotates_and_stores_in_one_launch(monkeypatch: pytest.MonkeyPat
     pool = SimpleNamespace(get_kv_buffer=lambda layer_id: (f"k{layer_id}", f"v{layer_id}"))
     given: list[Any] = []
 
-    def kernel(qkv: torch.Tensor, *args: Any) -> None:
+    def kernel(qkv: torch.Tensor, *args: Any) -> torch.Tensor:
         given.append(args)
-        qkv[:, : layer.q_size] += 5
+        return qkv[:, : layer.q_size] + 5
 
     monkeypatch.setattr(decode_layers, "rotate_and_store", kernel)
     forward = Rotation(layer, pool)
@@ -231,8 +231,8 @@ def test_on_a_gpu_sglangs_kernels_agree() -> None:
     theirs = qkv.clone()
     q, k, _ = theirs.split([heads * width, kv_heads * width, kv_heads * width], -1)
     triton_mrope_fused(q, k, cos_sin, positions, [16, 24, 24], width, width, False, False, True, None)
-    decode_layers.rotate_and_store(qkv, cos_sin, positions, newest, k_cache, v_cache, (16, 24, 24))
-    torch.testing.assert_close(qkv[:, : heads * width], q, rtol=2**-6, atol=2**-6)
+    mine = decode_layers.rotate_and_store(qkv, cos_sin, positions, newest, k_cache, v_cache, (16, 24, 24))
+    torch.testing.assert_close(mine, q, rtol=2**-6, atol=2**-6)
     torch.testing.assert_close(k_cache[newest].flatten(1), k, rtol=2**-6, atol=2**-6)
     out, own = torch.full((2, tokens, heads, width), float("nan"), device="cuda", dtype=torch.bfloat16)
     args = (
@@ -240,7 +240,7 @@ def test_on_a_gpu_sglangs_kernels_agree() -> None:
         torch.empty(tokens, heads, splits, device="cuda"), torch.full((tokens,), 3, device="cuda", dtype=torch.int32),
         splits, width**-0.5, 1.0, 1.0,
     )  # fmt: skip
-    query = qkv[:, : heads * width].view(tokens, heads, width)
+    query = mine.view(tokens, heads, width)
     _sgl.decode_attention.decode_attention_fwd(query, k_cache, v_cache, out, *args)
     Attention(lambda *a, **o: pytest.fail("SGLang's was called"))(query, k_cache, v_cache, own, *args)
     torch.testing.assert_close(own, out, rtol=2**-7, atol=2**-8 * float(out.abs().max()))

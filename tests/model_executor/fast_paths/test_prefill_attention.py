@@ -34,7 +34,7 @@ class Backend:
 
 
 def tables(backend: Any) -> Any:
-    return CapturedAttention(backend, "cpu")
+    return CapturedAttention(backend, backend, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,19 @@ def test_rows_past_the_batch_come_out_as_zeros_and_the_backend_is_left_as_it_was
     backend.forward_metadata = metadata
     assert whole().tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
     assert "forward" not in vars(backend)
+
+
+def test_another_backends_place_is_taken_in_the_graph_alone() -> None:
+    triton, served = Backend([2], [0]), SimpleNamespace(forward=lambda *args: "the other's")
+    prepared: list[Any] = []
+    triton.init_forward_metadata = prepared.append  # type: ignore[attr-defined]
+    batch = SimpleNamespace(_attn_output=torch.full((4, 3), float("nan")))
+    attention = CapturedAttention(triton, served, "cpu")  # type: ignore[arg-type]
+    attention.prepare(batch)  # type: ignore[arg-type]
+    assert prepared == [batch]
+    metadata = triton.forward_metadata
+    whole = attention.capture(4, lambda: served.forward(torch.ones(2, 3), None, None, None, batch))
+    triton.forward_metadata = metadata
+    answer: Any = whole()
+    assert answer.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+    assert served.forward() == "the other's"

@@ -4,9 +4,8 @@ SGLang's Triton attention takes four launches a layer: rotary positions, keys an
 chunks of the keys, their sum. Here they are two: ``rotate_and_store`` and ``decode_attention``. For 32 sequences of
 288 tokens on the shape of a Qwen2.5-VL-7B that is 15.4 us instead of 23.7, for one of 8,192 28 instead of 103 (H200,
 bfloat16, 28 query and 4 key heads of 128, 2026-11-29). Norms let the linear behind them fetch its weights meanwhile.
-The arithmetic is the same; angles and sums are float32.
-
-Where SGLang has flash attention of its own, that is the default and nothing here is used.
+The arithmetic is the same; angles and sums are float32. The norms, the rotation and the store go with every attention
+backend; the attention stands in for Triton's alone.
 """
 
 from __future__ import annotations
@@ -114,10 +113,10 @@ class Rotation:
         qkv, _ = layer.qkv_proj(hidden_states)
         rotary = layer.rotary_emb
         k_cache, v_cache = self.pool.get_kv_buffer(layer.attn.layer_id)
-        rotate_and_store(
+        q = rotate_and_store(
             qkv, rotary.cos_sin_cache, positions, forward_batch.out_cache_loc, k_cache, v_cache, rotary.mrope_section
         )
-        q, k, v = qkv.split([layer.q_size, layer.kv_size, layer.kv_size], dim=-1)
+        k, v = qkv[:, layer.q_size :].split(layer.kv_size, dim=-1)
         answer, _ = layer.o_proj(layer.attn(q, k, v, forward_batch, save_kv_cache=False))
         return answer
 
@@ -174,20 +173,24 @@ def can_rotate(layer: Qwen2Attention, pool: MHATokenToKVPool, dtype: torch.dtype
 
 def refusal(runner: ModelRunner) -> str | None:
     """Why a model runner's decoding steps are left to SGLang's kernels; ``None`` if they are not."""
-    backend = runner.attn_backend
     if (why := unmeasured()) is not None:
         return why
     if runner.server_args.enable_deterministic_inference:
         return "--enable-deterministic-inference"
-    if not _sgl.is_a(backend, "TritonAttnBackend"):
-        return f"its attention backend is {type(backend).__name__}"
-    return "decode context parallelism" if backend.dcp_size > 1 else None
+    return "decode context parallelism" if getattr(decoding(runner), "dcp_size", 1) > 1 else None
+
+
+def decoding(runner: ModelRunner) -> Any:
+    """The attention backend of a model runner's decoding steps; SGLang may have another one for prefills."""
+    return getattr(runner.attn_backend, "decode_backend", runner.attn_backend)
 
 
 def attention(runner: ModelRunner) -> Places:
     """What stands in the place of the attention kernels of a decoding step."""
-    backend = runner.attn_backend
-    return refusal(runner) or [Place(backend, "decode_attention_fwd", Attention(backend.decode_attention_fwd))]
+    backend, why = decoding(runner), refusal(runner)
+    if why is None and not _sgl.is_a(backend, "TritonAttnBackend"):
+        why = f"its attention backend is {type(backend).__name__}"
+    return why or [Place(backend, "decode_attention_fwd", Attention(backend.decode_attention_fwd))]
 
 
 def norms(runner: ModelRunner) -> Places:

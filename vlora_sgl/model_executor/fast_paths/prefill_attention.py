@@ -1,9 +1,10 @@
 """Attention inside a prefill's graph, for prefills so short that the host would set their time.
 
 SGLang's breakable graphs stop at every attention, which runs eagerly: its grid and its tables are the batch's. Of a
-short prefill these 28 stops are most of its time. Its attention can be captured all the same if the grid is the
-largest that the graph allows and the tables lie at fixed addresses: programs past a request's end, and those of
-requests that are not there (no tokens), return at once. What the others compute is what they compute eagerly.
+short prefill these 28 stops are most of its time. SGLang's Triton attention can be captured all the same if the grid
+is the largest that the graph allows and the tables lie at fixed addresses: programs past a request's end, and those of
+requests that are not there (no tokens), return at once. What the others compute is what they compute eagerly. Where
+another backend serves the model, Triton's attention takes its place in these graphs alone; both keep one cache.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 
 from vlora_sgl import _sgl, seams
-from vlora_sgl._sgl_types import ModelRunner, TritonAttnBackend
-from vlora_sgl.model_executor.fast_paths import switched_off
+from vlora_sgl._sgl_types import ForwardBatch, ModelRunner, TritonAttnBackend
+from vlora_sgl.model_executor.fast_paths import switched_off, unmeasured
 
 MAX_TOKENS = 512
 """Of a prefill whose attention is captured; the device takes longer for more than the host for its launches."""
@@ -32,12 +33,13 @@ class CapturedAttention:
     """The tables that captured attentions read, refreshed in place before a replay.
 
     Args:
-        backend: the attention backend whose metadata they stand for.
+        backend: SGLang's Triton attention, whose metadata they stand for.
+        served: the backend that serves the model: the same, or another one, whose place it takes.
         device: where its kernels run.
     """
 
-    def __init__(self, backend: TritonAttnBackend, device: torch.device | str) -> None:
-        self.backend = backend
+    def __init__(self, backend: TritonAttnBackend, served: Any, device: torch.device | str) -> None:
+        self.backend, self.served = backend, served
         self._new = torch.zeros(MAX_REQUESTS + 1, dtype=torch.int32, device=device)
         self._cached = torch.zeros(MAX_REQUESTS + 1, dtype=torch.int32, device=device)
         self._places = torch.zeros(MAX_CACHED, dtype=torch.int64, device=device)
@@ -59,6 +61,11 @@ class CapturedAttention:
     @staticmethod
     def _requests(tokens: int) -> int:
         return max(1, min(MAX_REQUESTS, tokens // 4))
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Let the backend prepare the batch; where it serves the model, SGLang has done so."""
+        if self.backend is not self.served:
+            self.backend.init_forward_metadata(batch)
 
     def refresh(self, new: int, cached: int) -> None:
         """Copy the tables of the batch that the backend has prepared.
@@ -103,7 +110,7 @@ class CapturedAttention:
         def whole() -> object:
             token = _sgl.breakable_capture.set(None)  # what stops a capture asks for it
             try:
-                with seams.swapped("TritonAttnBackend.forward", self.backend, "forward", attend_on_zeros):
+                with seams.swapped("TritonAttnBackend.forward", self.served, "forward", attend_on_zeros):
                     return forward()
             finally:
                 _sgl.breakable_capture.reset(token)
@@ -112,19 +119,31 @@ class CapturedAttention:
 
 
 def captured_attention(runner: ModelRunner) -> CapturedAttention | None:
-    """For a model runner whose attention can be captured; ``None`` for other backends and kinds of attention."""
-    backend, why = runner.attn_backend, switched_off()
-    if not _sgl.is_a(backend, "TritonAttnBackend"):
-        why = why or f"its attention backend is {type(backend).__name__}"
-    elif (
+    """For a model runner whose attention can be captured; ``None`` for other kinds of attention and of caches."""
+    served, why = runner.attn_backend, switched_off()
+    backend = served
+    if why is None and not _sgl.is_a(served, "TritonAttnBackend"):
+        why = unmeasured() or _other_cache(runner)
+        backend = served if why is not None else _sgl.TritonAttnBackend(runner)
+    if why is None and (
         backend.enable_deterministic
         or backend.dcp_size > 1
         or backend.use_sliding_window_kv_pool
         or (backend.sliding_window_size or 0) > 0
         or backend._translate_kv_loc is not None
     ):
-        why = why or "its attention is deterministic, windowed or of several ranks"
+        why = "its attention is deterministic, windowed or of several ranks"
     if why is not None:
         seams.record("TritonAttnBackend.forward", why)
         return None
-    return CapturedAttention(backend, runner.device)
+    return CapturedAttention(backend, served, runner.device)
+
+
+def _other_cache(runner: ModelRunner) -> str | None:
+    """Why Triton's attention cannot take another backend's place for a batch; ``None`` if it can."""
+    pool = runner.token_to_kv_pool
+    if runner.server_args.enable_deterministic_inference:
+        return "--enable-deterministic-inference"
+    if type(pool) is not _sgl.MHATokenToKVPool or pool.kv_cache_layout != "nhd" or pool.dtype != runner.dtype:
+        return f"{type(runner.attn_backend).__name__} keeps a cache of another kind"
+    return None
