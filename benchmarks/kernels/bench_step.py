@@ -5,8 +5,10 @@
 
 Random bfloat16 weights and adapters on all seven projections, batch 32, input 256, 64 decode steps. Each engine
 (stock SGLang without LoRA, ours, stock with csgmv) is a process of its own; all are started first and then asked in
-turn, so that clocks that move hit every case alike. A decode step is (time for 65 tokens - time for 1) / 64, prefill
-the time for 1; medians over the rounds. Nothing is merged: every adapter row goes through the operator.
+turn, so that clocks that move hit every case alike. ``--attention`` names the backend of all of them, by default what
+SGLang chooses; ratios are over the faster of LoRA off with it and with Triton attention (``off_triton``). A decode
+step is (time for 65 tokens - time for 1) / 64, prefill the time for 1; medians over the rounds. Nothing is merged:
+every adapter row goes through the operator.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ ADAPTERS = 8
 ANSWER = "@bench_step "
 MIXTURE_FLAG = "VLORA_BENCH_MIXTURE"
 # Engine -> rank of its adapters, 0 for no LoRA. Those of one phase run side by side; the first one stays.
-PHASES: tuple[dict[str, int], ...] = ({"off": 0, "ours": 64, "stock": 64}, {"ours16": 16})
+PHASES: tuple[dict[str, int], ...] = ({"off": 0, "off_triton": 0, "ours": 64, "stock": 64}, {"ours16": 16})
 CASES = {
     "off": ("base",),
+    "off_triton": ("base",),
     "ours": ("base", "one", "eight", "mixture"),
     "stock": ("base", "one", "eight"),
     "ours16": ("base", "eight"),
@@ -75,8 +78,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     processes.run_scheduler(*args, **kwargs)
 
 
-def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, tiny: bool, fast_paths: str) -> Any:
+def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
     """The engine ``name`` of ``PHASES``."""
+    model, rank, port, tiny = args.directory / "model", args.rank, args.port, args.tiny
     options: dict[str, Any] = {"model_path": str(model), "disable_radix_cache": True, "port": port}
     if rank:
         options |= {
@@ -90,15 +94,18 @@ def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, ti
     else:
         options |= {
             "load_format": "dummy",
-            "attention_backend": "triton",
-            "mm_attention_backend": "triton_attn",
             "sampling_backend": "pytorch",
             "cuda_graph_bs_decode": [32],
             # Several engines share the card; each takes what its weights need and this many tokens.
             "mem_fraction_static": 0.9,
-            "max_total_tokens": 16384,
+            "max_total_tokens": args.batch * (args.input + args.steps + 64),
             "chunked_prefill_size": 8192,
         }
+        attention = "triton" if name == "off_triton" else args.attention
+        if attention is not None:
+            options |= {"attention_backend": attention}
+        if attention == "triton":
+            options |= {"mm_attention_backend": "triton_attn"}
     if name.startswith("ours"):
         from vlora_sgl.engine import Engine
         from vlora_sgl.server_args import VLoraArgs
@@ -107,7 +114,7 @@ def build(name: str, model: Path, adapters: list[Path], rank: int, port: int, ti
         class Ours(Engine):
             run_scheduler_process_func = processes.WithEnvironment(run_scheduler)
 
-        return Ours(vlora=VLoraArgs(mode="unmerged", fast_paths=fast_paths), **options)
+        return Ours(vlora=VLoraArgs(mode="unmerged", fast_paths=args.fast_paths), **options)
     stock = {"lora_backend": "csgmv"} if rank and not tiny else {}
     return build_stock_engine(**stock, **options)
 
@@ -123,7 +130,7 @@ def serve(args: argparse.Namespace) -> None:
     """Build one engine and time what standard input asks for: lines of (case, tokens)."""
     adapters = [args.directory / f"rank{args.rank}" / f"adapter{i}" for i in range(ADAPTERS)] if args.rank else []
     flag = Path(os.environ[MIXTURE_FLAG])
-    engine = build(args.engine, args.directory / "model", adapters, args.rank, args.port, args.tiny, args.fast_paths)
+    engine = build(args.engine, adapters, args)
     prompts = [[100 + (31 * row + i) % 200 for i in range(args.input)] for row in range(args.batch)]
     print(ANSWER + json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -153,7 +160,8 @@ class Worker:
         command = [sys.executable, "-m", "benchmarks.kernels.bench_step", "--engine", name, "--rank", str(rank)]
         command += ["--directory", str(directory), "--port", str(31000 + 1000 * number)]
         command += ["--batch", str(args.batch), "--input", str(args.input), *(["--tiny"] if args.tiny else [])]
-        command += ["--fast-paths", args.fast_paths]
+        command += ["--fast-paths", args.fast_paths, "--steps", str(args.steps)]
+        command += ["--attention", args.attention] if args.attention else []
         log = (directory / f"{name}.log").open("w")
         environment = {**os.environ, MIXTURE_FLAG: str(directory / f"{name}.mixture")}
         process = subprocess.Popen(
@@ -233,9 +241,10 @@ def measure(workers: dict[str, Worker], args: argparse.Namespace, deadline: floa
 
 
 def ratios(rows: list[dict[str, Any]], phase: int) -> dict[str, float]:
-    """Times over those of ``off`` in the same phase, by figure, and stock's beside them."""
+    """Times over the faster LoRA off of the same phase, by figure, and stock's beside them."""
     found = {(row["engine"], row["case"]): row for row in rows if row["phase"] == phase}
-    off = found.get(("off", "base"))
+    offs = [found[name, "base"] for name in ("off", "off_triton") if (name, "base") in found]
+    off = {what: min(row[what] for row in offs) for what in ("prefill_ms", "step_ms")} if offs else None
     wanted = dict(FIGURES)
     wanted |= {f"stock_{case}": ("stock", case, "step") for case in CASES["stock"]}
     wanted |= {"stock_prefill8": ("stock", "eight", "prefill")}
@@ -254,6 +263,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which everything is killed")
     parser.add_argument("--together", action="store_true", help="all engines side by side: a card of 140 GB")
+    parser.add_argument("--attention", help="--attention-backend of all but off_triton; by default SGLang's choice")
     parser.add_argument("--fast-paths", default="auto", choices=("auto", "off"), help="--vlora-fast-paths of ours")
     parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; nothing is recorded")
@@ -296,7 +306,7 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
             make_adapters(directory / f"rank{rank}", model, [f"adapter{i}" for i in range(ADAPTERS)], rank)
         try:
             for phase, engines in enumerate(phases):
-                for name in [name for name in workers if name != "off"]:
+                for name in [name for name in workers if not name.startswith("off")]:
                     workers.pop(name).stop()
                 for name, rank in engines.items():
                     workers[name] = Worker.start(name, rank, 2 * phase + len(workers), args, directory)

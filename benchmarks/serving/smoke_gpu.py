@@ -1,9 +1,10 @@
 """The end-to-end checks on a GPU, with CUDA graphs: ``python -m benchmarks.serving.smoke_gpu``.
 
-Runs tests/e2e/test_serving.py, test_heads.py and test_joint_prefill.py against a server with triton attention and
-graphs of decode steps and prefills: every row of a mixed batch (base, A, B, A) must have the greedy tokens of its
-single run, equal to transformers + PEFT in float32 on the CPU, and heads their answers.
-``--modes`` adds every inference mode in bfloat16, and two tensor-parallel ranks where there are two cards.
+Runs tests/e2e/test_serving.py, test_heads.py and test_prefix_sharing.py against a server with graphs of decode steps
+and prefills: every row of a mixed batch (base, A, B, A) must have the greedy tokens of its single run, equal to
+transformers + PEFT in float32 on the CPU but for near ties of the random model, and heads their answers.
+``--attention-backend`` is Triton's, FlashAttention 3 (which has bfloat16 only) or flashinfer's. ``--modes`` adds every
+inference mode and adapters whose numbers are not finite in bfloat16, and two tensor-parallel ranks on two cards.
 Takes about two minutes, four with ``--modes``. Prints the card, the versions and the seconds; exits with pytest's
 status.
 """
@@ -22,7 +23,7 @@ import torch
 from vlora_sgl._sgl import SGLANG_VERSION
 
 SERVER_FLAGS = (
-    "--dtype {dtype} --attention-backend {attention} --mm-attention-backend triton_attn --sampling-backend pytorch "
+    "--dtype {dtype} --attention-backend {attention} --mm-attention-backend {vision} --sampling-backend pytorch "
     "--disable-fast-image-processor --cuda-graph-bs-decode 1 2 4 "
     "--cuda-graph-bs-prefill 4 8 16 32 64 128 256 512 1024 --mem-fraction-static 0.3 --max-total-tokens 65536"
 )
@@ -31,20 +32,22 @@ SERVER_FLAGS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks. Returns pytest's exit status, or 2 on a machine without CUDA."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention-backend", default="triton", choices=("triton", "flashinfer"))
-    # In bfloat16 a greedy near-tie of the random model may fall the other way than in the float32 reference.
-    parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16", "float32"))
+    parser.add_argument("--attention-backend", default="triton", choices=("triton", "fa3", "flashinfer"))
+    parser.add_argument("--dtype", default=None, choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--server-flags", default="", help="more flags for the server, in one string")
     parser.add_argument("--select", default="", help="pytest's -k: which of the checks to run")
     parser.add_argument("--modes", action="store_true", help="also check every inference mode, and two ranks")
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
     options = parser.parse_args(argv)
-    flags = SERVER_FLAGS.format(dtype=options.dtype, attention=options.attention_backend)
+    fa3 = options.attention_backend == "fa3"
+    dtype, vision = options.dtype or ("bfloat16" if fa3 else "float16"), "fa3" if fa3 else "triton_attn"
+    flags = SERVER_FLAGS.format(dtype=dtype, attention=options.attention_backend, vision=vision)
     flags = f"{flags} {options.server_flags}".strip()
     # A GPU machine may lack pytest's plugins that pyproject.toml's options ask for.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "tests/e2e/test_serving.py"]
     command += ["tests/e2e/test_heads.py", "tests/e2e/test_prefix_sharing.py"]
-    command += ["tests/e2e/test_modes.py", "tests/e2e/test_tensor_parallel.py"] if options.modes else []
+    modes = ("test_modes.py", "test_isolation.py", "test_tensor_parallel.py")
+    command += [f"tests/e2e/{name}" for name in modes] if options.modes else []
     command += ["-k", options.select] if options.select else []
     if options.dry_run:
         print(f"VLORA_TEST_SERVER_ARGS={flags!r}", *command)
