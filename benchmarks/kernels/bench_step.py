@@ -35,14 +35,19 @@ ADAPTERS = 8
 ANSWER = "@bench_step "
 MIXTURE_FLAG = "VLORA_BENCH_MIXTURE"
 # Engine -> rank of its adapters, 0 for no LoRA. Those of one phase run side by side; the first one stays.
-PHASES: tuple[dict[str, int], ...] = ({"off": 0, "off_triton": 0, "ours": 64, "stock": 64}, {"ours16": 16})
+PHASES: tuple[dict[str, int], ...] = (
+    {"off": 0, "off_triton": 0, "ours": 64, "stock": 64},
+    {"ours16": 16, "slots64": 64},
+)
 CASES = {
     "off": ("base",),
     "off_triton": ("base",),
     "ours": ("base", "one", "eight", "mixture"),
     "stock": ("base", "one", "eight"),
     "ours16": ("base", "eight"),
+    "slots64": ("eight",),
 }
+SLOTS = {"slots64": 64}
 # Figure -> (engine, case, what is timed).
 FIGURES = {
     "decode8": ("ours", "eight", "step"),
@@ -50,6 +55,7 @@ FIGURES = {
     "base": ("ours", "base", "step"),
     "mixture": ("ours", "mixture", "step"),
     "decode8_r16": ("ours16", "eight", "step"),
+    "decode8_slots64": ("slots64", "eight", "step"),
     "prefill8": ("ours", "eight", "prefill"),
     "prefill8_r16": ("ours16", "eight", "prefill"),
 }
@@ -86,7 +92,7 @@ def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
         options |= {
             "enable_lora": True,
             "lora_paths": [f"{path.name}={path}" for path in adapters],
-            "max_loras_per_batch": ADAPTERS + 1,
+            "max_loras_per_batch": SLOTS.get(name, ADAPTERS) + 1,
             "max_lora_rank": rank,
         }
     if tiny:
@@ -106,7 +112,7 @@ def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
             options |= {"attention_backend": attention}
         if attention == "triton":
             options |= {"mm_attention_backend": "triton_attn"}
-    if name.startswith("ours"):
+    if not name.startswith(("off", "stock")):
         from vlora_sgl.engine import Engine
         from vlora_sgl.server_args import VLoraArgs
         from vlora_sgl.startup import processes

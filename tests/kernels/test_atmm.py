@@ -18,6 +18,7 @@ SHAPES = {
     "qkv-unequal-odd-ranks": (96, (0, 40, 56, 72), 24, [24, 0, 16, 5, 24], [0.5, 0.0, 1.0, 2.0, 0.25]),
     "gate-up-ragged": (80, (0, 33, 66), 12, [12, 3], [1.0, 3.0]),
     "ranks-of-whole-groups": (64, (0, 40, 80), 32, [8, 32, 24], [1.0, 0.5, 2.0]),
+    "more-slots-than-a-step-may-use": (32, (0, 24), 16, [16, *[0] * 40, 8], [1.0, *[0.0] * 40, 2.0]),
 }
 # name: row count, groups as (rows, pairs); what no group names is base-only
 ROUTINGS = {

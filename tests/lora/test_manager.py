@@ -88,3 +88,14 @@ def test_an_adapter_that_is_not_loaded_is_no_refusal() -> None:
 def test_a_plan_is_taken_as_it_is() -> None:
     one, plan = manager(), BatchPlan(("1",), InferenceMode.MERGED, "a", (7,))
     assert one.set_plan(plan) is None and one.plan is plan
+
+
+@pytest.mark.parametrize("slots", [4, 16, 17, 64])
+def test_a_pool_of_many_slots_has_one_decode_graph_more(slots: int) -> None:
+    one, few = manager(slots=slots), SimpleNamespace(routing=SimpleNamespace(gates="gates"))
+    assert one.decode_variants == (("lora", "lora_many") if slots > 16 else ("lora",))
+    many = SimpleNamespace(routing=SimpleNamespace(gates=None))
+    for prepared, variant in ((None, "nolora"), (few, "lora"), (many, "lora_many" if slots > 16 else "lora")):
+        one.lora_backend = SimpleNamespace(batch_info=prepared)
+        assert one.prepared_variant() == variant
+    assert manager(slots=slots, routes_rows=False).decode_variants == ("lora",)

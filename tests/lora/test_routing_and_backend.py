@@ -151,6 +151,32 @@ def test_graph_tables_hold_what_fresh_tables_hold_and_forget_the_batch_before(ro
         assert sorted(padded[padded >= 0].tolist()) == list(range(rows, 96))
 
 
+def test_a_pool_of_many_slots_has_tables_for_few_in_use_and_for_many() -> None:
+    from vlora_sgl.kernels.atmm import make_routing
+    from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_SLOTS
+    from vlora_sgl.lora.backend import GraphTables
+
+    slots = 40
+    ranks, scalings = [8] * slots, [0.5 + slot for slot in range(slots)]
+    tables = GraphTables(32, range(slots), torch.device("cpu"), both=True)
+    prefill = GraphTables(32, range(slots), torch.device("cpu"))
+    for used in (1, DENSE_MAX_SLOTS, DENSE_MAX_SLOTS + 1, 32, 2):
+        runs = [(((slots - 1 - slot, 1.0),), 1) for slot in range(used)]
+        view = tables.refresh(runs, ranks, scalings)
+        fresh = make_routing(groups_of(runs)[0], used, ranks, scalings, "cpu", block=tables.block)
+        assert (view.gates is None) == (fresh.gates is None) == (used > DENSE_MAX_SLOTS)
+        assert view.active_most == DENSE_MAX_SLOTS
+        if view.gates is not None and view.active is not None:
+            assert torch.equal(view.gates, fresh.gates)
+            assert torch.equal(view.active[: 2 + used], fresh.active[: 2 + used])
+            assert torch.equal(view.active[2 + slots :][:used], fresh.active[2 + slots :][:used])
+        else:
+            assert torch.equal(view.tile_slots[:used, :1], fresh.tile_slots)
+        assert prefill.refresh(runs, ranks, scalings).gates is None, "a prefill's graph comes once"
+    assert tables.routing(8).gates is not None and tables.routing(8, True).gates is None
+    assert tables.refresh([((), 8)], ranks, scalings, True).gates is None, "as a graph of many is captured"
+
+
 def test_what_it_does_not_serve_is_refused_by_name(backend: Any) -> None:
     from vlora_sgl.errors import ConfigError
 

@@ -20,6 +20,7 @@ from vlora_sgl.kernels.atmm.row_routing import (
     DENSE_MAX_SLOTS,
     TILE_ROWS,
     Run,
+    active_slots,
     active_table,
     check_groups,
     check_slot,
@@ -54,23 +55,34 @@ class GraphTables:
     """Routing tables at fixed addresses, for every number of rows up to ``max_rows``, refreshed by one copy.
 
     The words of all tables lie in one int32 buffer: the list of active slots, and the gate table (dense kernels) or
-    the row tiles (grouped kernels, more rows). A refresh writes a pinned host buffer, one of a ring, and copies it; it
-    allocates nothing on the device and waits for the device only if that lags a whole ring behind.
+    the row tiles (grouped kernels: more rows, or more slots in use). A refresh writes a pinned host buffer, one of a
+    ring, and copies it; it allocates nothing on the device and waits for the device only if that lags a whole ring
+    behind.
 
     Args:
         max_rows: rows of the largest graph.
         places: index of each slot in the pool tensors.
         block: rows per tile of the grouped kernels; by default what suits decode.
+        both: whether graphs of few rows come with either family of kernels, where the pool has slots for it.
     """
 
     RING = 4
 
-    def __init__(self, max_rows: int, places: Sequence[int], device: torch.device, block: int | None = None) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        places: Sequence[int],
+        device: torch.device,
+        block: int | None = None,
+        *,
+        both: bool = False,
+    ) -> None:
         self.places, self.max_rows, self.device = tuple(places), max_rows, device
         slots = self.slots = len(places)
-        self.dense_rows = min(max_rows, DENSE_MAX_ROWS) if is_dense(1, slots) else 0
+        self.dense_rows = min(max_rows, DENSE_MAX_ROWS) if both or is_dense(1, slots) else 0
         self.block = block or TILE_ROWS[slots <= DENSE_MAX_SLOTS]  # many slots, few rows each
-        self.max_tiles = self._most_tiles(max_rows) if max_rows > self.dense_rows else 0
+        self.many = both and not is_dense(1, slots)
+        self.max_tiles = self._most_tiles(max_rows) if self.many or max_rows > self.dense_rows else 0
         sizes = {
             "active": 2 + 2 * slots,
             "gates": self.dense_rows * slots,
@@ -90,22 +102,22 @@ class GraphTables:
         self._views = [source.numpy() for source in self._ring]
         self._copied = [torch.cuda.Event() for _ in self._ring] if on_gpu else []
         self._turn = 0
-        self._routings: dict[int, Routing] = {}
+        self._routings: dict[tuple[int, bool], Routing] = {}
 
     def _most_tiles(self, rows: int) -> int:
         """Every tile but each group's last is full; a group is a slot tuple: each slot's own, or base rows."""
         return 2 * self.slots + 1 + rows // self.block
 
-    def routing(self, rows: int) -> Routing:
-        """The tables as a captured launch of ``rows`` rows sees them."""
-        if rows not in self._routings:
-            self._routings[rows] = self._views_for(rows)
-        return self._routings[rows]
+    def routing(self, rows: int, many: bool = False) -> Routing:
+        """The tables as a captured launch of ``rows`` rows sees them; ``many``: of the grouped kernels."""
+        if (rows, many) not in self._routings:
+            self._routings[rows, many] = self._views_for(rows, rows <= self.dense_rows and not many)
+        return self._routings[rows, many]
 
-    def _views_for(self, rows: int) -> Routing:
+    def _views_for(self, rows: int, dense: bool) -> Routing:
         words, at = self.buffer, self.at
         view = Routing(rows, self.slots, [], places=self.places)
-        if is_dense(rows, self.slots):
+        if dense:
             view.active = words[at["active"]]
             view.gates = words[at["gates"]].view(torch.float32).view(-1, self.slots)[:rows]
         else:
@@ -116,8 +128,13 @@ class GraphTables:
             view.tile_gates = words[at["tile_gates"]].view(torch.float32).view(-1, GRAPH_PAIRS, self.block)[:most]
         return view
 
-    def refresh(self, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float]) -> Routing:
+    def refresh(
+        self, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float], many: bool | None = None
+    ) -> Routing:
         """Write a batch's routing; rows past it (padding of the graph) become base rows.
+
+        Args:
+            many: take the tables of more slots than the dense kernels have room for; by default where there are.
 
         Raises:
             ConfigError: more slots per row or more slot tuples than the tables were sized for.
@@ -128,15 +145,17 @@ class GraphTables:
             self._copied[turn].synchronize()  # returns at once, unless the device is RING steps behind
         host = self._views[turn]
         rows = sum(count for _, count in runs)
-        # A batch may be padded up to a graph of either family, so both tables are filled where both exist.
-        if rows <= self.dense_rows:
+        if many is None:
+            many = self.many and not is_dense(1, len(active_slots((count, pairs) for pairs, count in runs)))
+        if rows <= self.dense_rows and not many:
             self._put_gates(host, runs, ranks, scalings)
-        if self.max_tiles:
+        # A batch of few rows may be padded up to a graph of many, whose kernels are the grouped ones.
+        if many or self.max_rows > self.dense_rows:
             self._put_tiles(host, runs, ranks, scalings)
         self.buffer.copy_(self._ring[turn], non_blocking=True)
         if self._copied:
             self._copied[turn].record()
-        return self.routing(rows)
+        return self.routing(rows, many)
 
     def _put_gates(
         self, host: np.ndarray, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float]
@@ -201,7 +220,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
     def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
         """Allocate what captured decode graphs read."""
         rows = max_bs_in_cuda_graph * num_tokens_per_req
-        self.graph_tables = GraphTables(rows, self.places, self.device)
+        self.graph_tables = GraphTables(rows, self.places, self.device, both=True)
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int) -> None:
         """Take batches of up to so many tokens for captured prefill graphs; a size gets its tables when captured."""
@@ -222,6 +241,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         *,
         use_cuda_graph: bool = False,
         prefill_tokens: int | None = None,
+        many: bool | None = None,
     ) -> None:
         """Set the routing of the forward that follows.
 
@@ -230,6 +250,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
             ranks, scalings: per slot, 0 for slots that hold no adapter.
             use_cuda_graph: the forward replays (or captures) a decode graph.
             prefill_tokens: size of the prefill graph that the forward replays (or captures), if it does.
+            many: of a decode graph, whether it is that of more slots in use than the dense kernels have room for.
 
         Raises:
             ValueError: a row is routed to a slot that holds no adapter.
@@ -239,7 +260,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         elif use_cuda_graph:
             if self.graph_tables is None:
                 raise RuntimeError("a decode graph was announced before init_cuda_graph_batch_info")
-            routing = self.graph_tables.refresh(runs, ranks, scalings)
+            routing = self.graph_tables.refresh(runs, ranks, scalings, many)
         else:
             groups, rows = groups_of(runs)
             routing = make_routing(groups, rows, ranks, scalings, self.device, places=self.places)

@@ -35,6 +35,9 @@ from vlora_sgl.server_args import VLoraArgs
 logger = logging.getLogger(__name__)
 
 ROUTING_BACKEND = "atmm"
+MANY = "lora_many"
+"""The decode graph of steps that use more slots than the dense kernels have room for."""
+
 UNMERGED = BatchPlan(requests=(), mode=InferenceMode.UNMERGED)
 
 # Parts of a multimodal model that are not its language model. SGLang wraps any module below a ``layers.N`` whose last
@@ -317,7 +320,8 @@ class VLoraManager(_sgl.LoRAManager):
         variant = self._captured_variant()
         if variant is not None:
             # Captured with metadata of base rows; replays refresh it in place.
-            self._route(forward_batch, [((), n) for n in row_lengths(forward_batch)], variant == "lora")
+            base: list[Run] = [((), n) for n in row_lengths(forward_batch)]
+            self._route(forward_batch, base, variant != "nolora", many=variant == MANY)
             return
         merged = self._merger.carry_out(self.plan.merged_adapter)
         batch = split_batch(forward_batch, self.plan.invocation_starts)
@@ -333,15 +337,29 @@ class VLoraManager(_sgl.LoRAManager):
                 return variant
         return self._prefill_graphs.variant if self._prefill_graphs is not None else None
 
-    def _route(self, batch: ForwardBatch, runs: list[Run], kernels: bool) -> None:
+    def _route(self, batch: ForwardBatch, runs: list[Run], kernels: bool, many: bool | None = None) -> None:
         if not kernels:
             self.lora_backend.reset_batch_state()
         elif self._routes_rows:
             tokens = self._prefill_graphs.tokens_of(batch) if self._prefill_graphs is not None else None
             tables = self._rows.tables_of(runs)
-            self.lora_backend.route(*tables, use_cuda_graph=self._in_graph(batch), prefill_tokens=tokens)
+            graph = self._in_graph(batch)
+            self.lora_backend.route(*tables, use_cuda_graph=graph, prefill_tokens=tokens, many=many)
         else:
             super().prepare_lora_batch(batch)
+
+    @property
+    def decode_variants(self) -> tuple[str, ...]:
+        """The decode graphs with LoRA kernels: one more where a step may use more slots than the dense ones take."""
+        many = self._routes_rows and not is_dense(1, self.max_loras_per_batch)
+        return ("lora", MANY) if many else ("lora",)
+
+    def prepared_variant(self) -> str:
+        """The decode graph of the batch that was prepared last."""
+        prepared = self.lora_backend.batch_info
+        if prepared is None:
+            return "nolora"
+        return MANY if MANY in self.decode_variants and prepared.routing.gates is None else "lora"
 
     def _in_graph(self, batch: ForwardBatch) -> bool:
         """Whether a captured graph will run this batch."""

@@ -3,7 +3,8 @@
 A batch that runs on the weights as they are (all rows of the merged adapter, or all base on base weights) replays
 the first, at the speed of a model without LoRA; an unmerged or mixture batch replays the second, whose metadata was
 refreshed in place. SGLang 0.5.17 can capture both for decode but nothing in it asks for that; of a prefill it knows
-one variant, and for models that see it captures none.
+one variant, and for models that see it captures none. Where the pool has more slots than the dense kernels take,
+decode has a third variant, for steps that use so many.
 
 A prefill's graphs are pieces of the decoder between its attentions, which run eagerly; those of short prefills come
 whole as well (``prefill_attention``). Without them a prefill takes as long as the host needs for its launches.
@@ -32,8 +33,20 @@ class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
         if forward_batch.lora_ids is None:
             return None
         # The manager prepared this very batch on this thread just before; asking its result keeps the two agreed.
-        pure = self.model_runner.lora_manager.lora_backend.batch_info is None
-        return "nolora" if pure else "lora"
+        return str(self.model_runner.lora_manager.prepared_variant())
+
+    def capture_one_shape(
+        self,
+        size: int,
+        forward: Callable[..., object],
+        stream_idx: int | None = None,
+        variant_label: str | None = None,
+    ) -> None:
+        """SGLang's, and with LoRA kernels once for each of the manager's variants."""
+        variants = self.model_runner.lora_manager.decode_variants if variant_label == "lora" else (variant_label,)
+        for variant in variants:
+            _sgl.capture_mode._set_capture_lora_variant(variant)
+            super().capture_one_shape(size, forward, stream_idx, variant)
 
     def can_run_graph(self, forward_batch: ForwardBatch) -> object:
         """SGLang's verdict; a batch too large for the routing kernel of routed adapters runs eagerly if it has any."""

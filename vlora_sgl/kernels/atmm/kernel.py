@@ -10,10 +10,11 @@ of two that ``tl.dot`` takes (16 or more).
 
 Two families, chosen by the number of rows:
 
-- *dense* (decode): every active slot is applied to all rows of the batch and a gate table [M, S] of weight x scaling
-  zeroes what does not apply. The rows are few and the weights must be read once anyhow, so this costs no bytes, needs
-  no sorting, and every routing (two slots a row, k gates a row) is the same launch. A small launch shrinks; the base
-  GEMM runs beside it, and goes on with h and B as further steps of its reduction when it is through with W.
+- *dense* (decode): every active slot, ACTIVE of the pool's SLOTS at most, is applied to all rows of the batch, and a
+  gate table [M, S] of weight x scaling zeroes what does not apply. The rows are few and the weights must be read once
+  anyhow, so this costs no bytes, needs no sorting, and every routing (two slots a row, k gates a row) is the same
+  launch. A small launch shrinks; the base GEMM runs beside it, and goes on with h and B as further steps of its
+  reduction when it is through with W.
 - *grouped* (prefill, and decode with many slots): rows with the same slots are gathered into tiles; a program works on
   one tile. Tiles may name rows past the batch (a graph's tables serve every batch size): they are left alone.
 
@@ -115,6 +116,7 @@ def dense_shrink_kernel(
     C: tl.constexpr,
     RP: tl.constexpr,
     SLOTS: tl.constexpr,
+    ACTIVE: tl.constexpr,
     SPLIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -181,7 +183,7 @@ def dense_shrink_kernel(
     slot = tl.load(active + 2 + SLOTS + index)
     gate = tl.load(gates + rows * SLOTS + slot, mask=row_live, other=0.0)
     low = tl.where((gate != 0.0)[:, None], acc * gate[:, None], 0.0)
-    ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * H) + (index * H + cols)[None, :]
+    ptrs = h + rows.to(tl.int64)[:, None] * (ACTIVE * H) + (index * H + cols)[None, :]
     tl.store(ptrs, low.to(h.dtype.element_ty), mask=row_live[:, None] & (cols < H)[None, :])
 
 
@@ -210,8 +212,8 @@ def dense_linear_kernel(
     C: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SLOTS_P: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    ACTIVE_P: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -238,17 +240,17 @@ def dense_linear_kernel(
     row_live = rows < m
     n_active = tl.load(active)
     ragged = tl.load(active + 1)
-    order = tl.arange(0, SLOTS_P)
-    words = tl.load(active + 2 + order, mask=order < SLOTS, other=0)
+    order = tl.arange(0, ACTIVE_P)
+    words = tl.load(active + 2 + order, mask=order < ACTIVE, other=0)
     k_low = tl.arange(0, RP)
     b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k_low[None, :]  # [BN, RP]
-    h_ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * C * RP) + (part * RP + k_low)[None, :]  # [BM, RP]
+    h_ptrs = h + rows.to(tl.int64)[:, None] * (ACTIVE * C * RP) + (part * RP + k_low)[None, :]  # [BM, RP]
     if PDL:
         # B lies in L2 by the time W is through.
         starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
         starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
         for i in range(split, n_active, SPLIT):
-            to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
+            to_l2(starts + (_pick(words, i, ACTIVE_P) & 0xFFFF).to(tl.int64) * b_slot)
     STEPS: tl.constexpr = (K + BK - 1) // BK
     SPAN: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     first = split * SPAN
@@ -270,12 +272,12 @@ def dense_linear_kernel(
     # .cg: another multiprocessor has just written h.
     if ragged == 0:
         for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
-            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k_low, R, False)
+            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k_low, R, False)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
             acc = _dot(b_tile, low.T, acc)
     else:
         for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
-            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k_low, R, True)
+            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k_low, R, True)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
             acc = _dot(b_tile, low.T, acc)
 
@@ -308,8 +310,8 @@ def dense_expand_kernel(
     C: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SLOTS_P: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    ACTIVE_P: tl.constexpr,
     STAGES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -324,16 +326,16 @@ def dense_expand_kernel(
     k = tl.arange(0, RP)
     n_active = tl.load(active)
     ragged = tl.load(active + 1)
-    order = tl.arange(0, SLOTS_P)
-    words = tl.load(active + 2 + order, mask=order < SLOTS, other=0)
+    order = tl.arange(0, ACTIVE_P)
+    words = tl.load(active + 2 + order, mask=order < ACTIVE, other=0)
     b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k[None, :]  # [BN, RP]
-    h_ptrs = h + rows.to(tl.int64)[:, None] * (SLOTS * C * RP) + (part * RP + k)[None, :]  # [BM, RP]
+    h_ptrs = h + rows.to(tl.int64)[:, None] * (ACTIVE * C * RP) + (part * RP + k)[None, :]  # [BM, RP]
     if PDL:
         # The weights do not depend on the launch before: fetch them while it finishes.
         starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
         starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
         for i in range(n_active):
-            to_l2(starts + (_pick(words, i, SLOTS_P) & 0xFFFF).to(tl.int64) * b_slot)
+            to_l2(starts + (_pick(words, i, ACTIVE_P) & 0xFFFF).to(tl.int64) * b_slot)
         # No gdc_launch_dependents: programs of the next launch that come while some of ours still hold shared memory
         # would crowd on the multiprocessors that are through, and stay there.
         gdc_wait()
@@ -346,12 +348,12 @@ def dense_expand_kernel(
     acc = tl.zeros((BM, BN), tl.float32)
     if ragged == 0:
         for i in tl.range(0, n_active, num_stages=STAGES):
-            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k, R, False)
+            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k, R, False)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
             acc = _dot(low, b_tile.T, acc)
     else:
         for i in range(n_active):
-            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, SLOTS_P), col_live, k, R, True)
+            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k, R, True)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
             acc = _dot(low, b_tile.T, acc)
     acc += before.to(tl.float32)

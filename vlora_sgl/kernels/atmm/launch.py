@@ -53,9 +53,8 @@ def tiles_of(end: str, a: torch.Tensor, b: torch.Tensor, routing: Routing, table
     """The tiles of a call: those of ``table``, or of the device's own."""
     (_, n, r), (_, low, k) = b.shape, a.shape
     pairs = 1 if routing.tile_slots is None else routing.tile_slots.shape[1]
-    return _resolve(
-        table or table_for(b.device.index), end, (n, k, r, routing.rows, routing.slots), low // r, pairs, b.dtype
-    )
+    slots = routing.active_most if end in ("linear", "expand") else routing.slots
+    return _resolve(table or table_for(b.device.index), end, (n, k, r, routing.rows, slots), low // r, pairs, b.dtype)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -178,25 +177,25 @@ def _dense(
 ) -> torch.Tensor:
     y, x, a, b, routing, offsets = operands
     assert routing.gates is not None and routing.active is not None
-    slots, r, parts, k = routing.slots, b.shape[2], len(offsets) - 1, x.shape[1]
+    slots, active, r, parts, k = routing.slots, routing.active_most, b.shape[2], len(offsets) - 1, x.shape[1]
     rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
     m, pdl = routing.rows, is_hopper(x.device)
     block_m, shared = triton.next_power_of_2(max(m, 16)), shared_memory(x.device)
     shrink, expand = fitting(tiles.shrink, block_m, x.itemsize, shared), tiles.expand
-    low_tiles = slots * -(-parts * rp // shrink.block_n)
-    h = torch.empty((m, slots * parts * rp), dtype=x.dtype, device=x.device)
+    low_tiles = active * -(-parts * rp // shrink.block_n)
+    h = torch.empty((m, active * parts * rp), dtype=x.dtype, device=x.device)
     extra = early(pdl)
     start(
         kernel.dense_shrink_kernel, (low_tiles * shrink.split_k,),
         x, a, h, routing.gates, routing.active, _partials(x, low_tiles, shrink, block_m), arrivals(x.device, "shrink"),
         m, x.stride(0), a.stride(0),
-        K=k, C=parts, RP=rp, SLOTS=slots, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n, BK=shrink.block_k,
-        PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **extra,
+        K=k, C=parts, RP=rp, SLOTS=slots, ACTIVE=active, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n,
+        BK=shrink.block_k, PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **extra,
     )  # fmt: skip
     columns, stages = _column_tiles(offsets, expand.block_n), _stages(expand, block_m, rp, 1, x)
     common = {
-        "O1": o1, "O2": o2, "O3": o3, "O4": o4, "C": parts, "R": r, "RP": rp, "SLOTS": slots,
-        "SLOTS_P": triton.next_power_of_2(slots), "STAGES": stages, "BM": block_m, "BN": expand.block_n, "PDL": pdl,
+        "O1": o1, "O2": o2, "O3": o3, "O4": o4, "C": parts, "R": r, "RP": rp, "ACTIVE": active,
+        "ACTIVE_P": triton.next_power_of_2(active), "STAGES": stages, "BM": block_m, "BN": expand.block_n, "PDL": pdl,
         "num_warps": expand.warps, **extra,
     }  # fmt: skip
     if weight is None:

@@ -14,7 +14,7 @@ import torch
 
 DENSE_MAX_ROWS = 64
 DENSE_MAX_SLOTS = 16
-"""Up to here the dense kernels run (see kernel.py); more rows or slots go to the grouped ones."""
+"""Up to here the dense kernels run (see kernel.py); more rows, or slots in use, go to the grouped ones."""
 TILE_ROWS = (16, 64)
 """Rows per tile of the grouped kernels: few for groups of a few rows, many for the rest."""
 
@@ -61,6 +61,11 @@ class Routing:
     touched: int | None = None
 
     @property
+    def active_most(self) -> int:
+        """Slots in use that the dense kernels have room for, however many the pool has."""
+        return min(self.slots, DENSE_MAX_SLOTS)
+
+    @property
     def has_adapters(self) -> bool:
         """Whether any row applies any slot."""
         return any(pairs and len(rows) for rows, pairs in self.groups)
@@ -76,9 +81,14 @@ def groups_of(runs: Iterable[Run]) -> tuple[list[Group], int]:
     return [(np.concatenate(rows), pairs) for pairs, rows in parts.items()], at
 
 
-def is_dense(rows: int, slots: int) -> bool:
-    """Which kernels serve a batch: every slot applied to all rows, or rows gathered by slot."""
-    return rows <= DENSE_MAX_ROWS and slots <= DENSE_MAX_SLOTS
+def is_dense(rows: int, active: int) -> bool:
+    """Which kernels serve a batch: every slot in use applied to all rows, or rows gathered by slot."""
+    return rows <= DENSE_MAX_ROWS and active <= DENSE_MAX_SLOTS
+
+
+def active_slots(groups: Iterable[tuple[object, Pairs]]) -> set[int]:
+    """The slots that groups, or runs turned around, apply."""
+    return {slot for _, pairs in groups for slot, _ in pairs}
 
 
 def slot_word(place: int, rank: int) -> int:
@@ -180,7 +190,7 @@ def make_routing(
         device: where the tables go.
         places: index of each slot in the pool tensors, where that is not its number.
         block: rows per tile of the grouped kernels; by default what the groups' mean size asks for.
-        dense: build the dense tables, or the grouped ones; by default what the rows and slots ask for.
+        dense: build the dense tables, or the grouped ones; by default what the rows and the slots in use ask for.
 
     Raises:
         ValueError: as ``check_groups``.
@@ -194,7 +204,7 @@ def make_routing(
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
     routing = Routing(rows, len(ranks), list(groups), tuple(ranks), places, tuple(scalings))
-    if is_dense(rows, len(ranks)) if dense is None else dense:
+    if is_dense(rows, len(active_slots(groups))) if dense is None else dense:
         gates, active = dense_tables(groups, rows, ranks, scalings, places)
         routing.gates, routing.active = put(gates), put(active)
     else:
