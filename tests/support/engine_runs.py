@@ -230,12 +230,14 @@ class _Worker:
         start = time.perf_counter()
         answers = self.engine.generate(**request)
         seconds = time.perf_counter() - start
+        return Run(answers if isinstance(answers, list) else [answers], seconds, self._steps())
+
+    def _steps(self) -> list[list[Step]]:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "steps"
             self.engine.collective_rpc("write_steps", path=str(path))
             ranks = [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(self.ranks)]
-        steps = [[Step(**{**row, "plan": tuple(row["plan"])}) for row in rows] for rows in ranks]
-        return Run(answers if isinstance(answers, list) else [answers], seconds, steps)
+        return [[Step(**{**row, "plan": tuple(row["plan"])}) for row in rows] for rows in ranks]
 
     def play(self, arrivals: Sequence[Arrival]) -> list[tuple[float, float]]:
         return self.engine.loop.run_until_complete(_play(self.engine, arrivals))
@@ -250,7 +252,9 @@ class _Worker:
         self.engine.collective_rpc("poison", adapter=adapter, what=what, value=value)
 
     def ask_each(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any] | str]:
-        return self.engine.loop.run_until_complete(_ask_each(self.engine, requests))
+        answers = self.engine.loop.run_until_complete(_ask_each(self.engine, requests))
+        self._steps()  # they are not the next call's
+        return answers
 
     def state(self) -> dict[str, Any]:
         return dict(self.engine.get_server_info()["internal_states"][0]["vlora"])
