@@ -72,7 +72,7 @@ JOBS = (
     ),
     Job("scale", f"{SERVING}.bench_scale throughput loss --out {{out}}/scale", 270, cards=2, alone=True),
     Job("tp", f"{SERVING}.bench_tp --switches --rounds 3", 200, cards=2),
-    Job("step", f"{KERNELS}.bench_step --limit 290", 300),
+    Job("step", f"{KERNELS}.bench_step --attention triton --limit 290", 300),
     Job("modes", f"{SERVING}.bench_modes --rank 64 --rounds 2", 240),
     Job("atmm", f"{KERNELS}.bench_atmm --quick --workers 8", 180),
     Job("routing", f"{KERNELS}.bench_token_routing", 180),

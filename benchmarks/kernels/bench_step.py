@@ -48,6 +48,7 @@ CASES = {
     "slots64": ("eight",),
 }
 SLOTS = {"slots64": 64}
+SLOTS_FIGURE = "slots64_over_slots8"
 # Figure -> (engine, case, what is timed).
 FIGURES = {
     "decode8": ("ours", "eight", "step"),
@@ -55,7 +56,6 @@ FIGURES = {
     "base": ("ours", "base", "step"),
     "mixture": ("ours", "mixture", "step"),
     "decode8_r16": ("ours16", "eight", "step"),
-    "decode8_slots64": ("slots64", "eight", "step"),
     "prefill8": ("ours", "eight", "prefill"),
     "prefill8_r16": ("ours16", "eight", "prefill"),
 }
@@ -254,11 +254,13 @@ def ratios(rows: list[dict[str, Any]], phase: int) -> dict[str, float]:
     wanted = dict(FIGURES)
     wanted |= {f"stock_{case}": ("stock", case, "step") for case in CASES["stock"]}
     wanted |= {"stock_prefill8": ("stock", "eight", "prefill")}
-    return {
-        name: found[engine, case][f"{what}_ms"] / off[f"{what}_ms"]
+    over = {
+        f"{name}_over_off": found[engine, case][f"{what}_ms"] / off[f"{what}_ms"]
         for name, (engine, case, what) in wanted.items()
         if off is not None and (engine, case) in found
     }
+    few, many = (found.get((name, "eight")) for name in ("ours", "slots64"))
+    return over if few is None or many is None else {**over, SLOTS_FIGURE: many["step_ms"] / few["step_ms"]}
 
 
 def main() -> None:
@@ -284,7 +286,7 @@ def main() -> None:
     began = time.monotonic()
     rows, figures = run_phases(args, began + args.limit)
     for name, value in figures.items():
-        print(f"{name}_over_off {value:.3f}")
+        print(f"{name} {value:.3f}")
     print(f"{time.monotonic() - began:.0f} s")
     if args.tiny:
         return
@@ -293,8 +295,15 @@ def main() -> None:
     about = {"card": torch.cuda.get_device_name(0), "versions": package_versions(), "figures": figures}
     args.rows.parent.mkdir(parents=True, exist_ok=True)
     args.rows.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    for name in FIGURES.keys() & figures.keys() if args.summary else ():
-        record(f"atmm.model.{name}_over_off", figures[name], "ratio", False, summary=args.summary)
+    if args.summary:
+        write_figures(figures, args)
+
+
+def write_figures(figures: dict[str, float], args: argparse.Namespace) -> None:
+    """To the summary: ``default.…`` with the attention that SGLang chooses, ``atmm.model.…`` with Triton's."""
+    prefix, suffix = "atmm.model" if args.attention == "triton" else "default", ".long" if args.input > 1024 else ""
+    for name in figures.keys() & {*(f"{name}_over_off" for name in FIGURES), SLOTS_FIGURE}:
+        record(f"{prefix}.{name}{suffix}", figures[name], "ratio", False, summary=args.summary)
 
 
 def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
