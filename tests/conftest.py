@@ -61,7 +61,10 @@ class Server:
 
     def generate(self, timeout: float = 120, **request: Any) -> Any:
         """POST /generate with greedy sampling unless told otherwise; the parsed answer. Raises on any other status."""
+        from tests.support.ties import LOGPROBS
+
         request.setdefault("sampling_params", {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True})
+        request = {**LOGPROBS, **request}
         response = requests.post(f"{self.url}/generate", json=request, timeout=timeout)
         assert response.status_code == 200, response.text
         return response.json()

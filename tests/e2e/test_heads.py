@@ -18,11 +18,11 @@ from tests.support.head_reference import (
     ROUNDING,
     Reference,
     assert_close,
-    assert_same_tokens,
     data_url,
     make_image,
     question,
 )
+from tests.support.ties import assert_same_tokens
 from tests.support.tiny_random import make_adapter
 from vlora_sgl.errors import HeadError, UnknownAdapterError
 from vlora_sgl.heads import ClassifyHead, CountHead, DetectHead, save_heads
@@ -85,8 +85,7 @@ def test_mixed_with_generating_requests(server: Server, headed: dict[str, Path])
     images = [make_image(seed) for seed in range(3)]
 
     def generated(name: str | None, image: Any) -> Any:
-        options = {"return_logprob": True, "top_logprobs_num": 2}
-        return server.generate(text=PROMPT, image_data=[data_url(image)], lora_path=name, **options)
+        return server.generate(text=PROMPT, image_data=[data_url(image)], lora_path=name)
 
     jobs: list[tuple[Any, ...]] = [
         (ask, server, name, head, image)
