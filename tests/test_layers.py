@@ -11,7 +11,10 @@ import vlora_sgl
 PACKAGE = Path(vlora_sgl.__file__).parent
 
 # A room may import rooms to its left, and these, which import no room.
-SHARED = ("errors", "core", "images", "request", "seams", "_sgl", "_sgl_types", "platforms", "server_args")
+SHARED = (
+    *("errors", "core", "names", "strict_json", "images", "request", "seams", "_sgl", "_sgl_types", "platforms"),
+    "server_args",
+)
 ENGINE = (
     *("kernels", "multimodal", "mem_cache", "heads", "routed", "lora", "model_executor", "managers", "entrypoints"),
     *("plugin", "startup", "defaults", "engine", "launch_server"),

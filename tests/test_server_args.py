@@ -102,7 +102,8 @@ def test_help_has_every_flag_in_a_group_of_its_own() -> None:
 
 def sglang_settings(**changed: Any) -> SimpleNamespace:
     fine: dict[str, Any] = {name: value for name, value, _ in UNSUPPORTED}
-    return SimpleNamespace(**{**fine, "speculative_algorithm": None, **changed})
+    named = {"lora_paths": [], "served_model_name": "m", "model_path": "/m"}
+    return SimpleNamespace(**{**fine, **named, "speculative_algorithm": None, **changed})
 
 
 @pytest.mark.parametrize(

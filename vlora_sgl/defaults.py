@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from vlora_sgl import names
 from vlora_sgl._sgl_types import ServerArgs
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError
@@ -87,8 +88,13 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
 
     Raises:
         ConfigError: names the first such setting, its value and the reason.
+        AdapterNameError: an adapter's name that it cannot have.
     """
     policy_class(VLoraArgs.from_environment().policy)
+    # Again: a file of settings, a flag cut short or an exported model may have brought others.
+    names.check_names(
+        names.adapters_of(server_args.lora_paths), server_args.served_model_name, str(server_args.model_path)
+    )
     for name, fine, reason in UNSUPPORTED:
         value = getattr(server_args, name, fine)
         if value != fine and value is not None:

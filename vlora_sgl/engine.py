@@ -13,7 +13,7 @@ from vlora_sgl.startup import processes, quiet
 if not has_accelerator():
     processes.start_fork_server()
 
-from vlora_sgl import _sgl, plugin
+from vlora_sgl import _sgl, names, plugin
 from vlora_sgl.core import JsonDict
 from vlora_sgl.defaults import engine_defaults, refuse_unsupported, settle
 from vlora_sgl.heads.asking import ask
@@ -49,6 +49,8 @@ class Engine(_sgl.Engine):
         imports.disable_other_models(str(server_args.get("model_path", "")))
         model, given = str(server_args.get("model_path", "")), bool(server_args.get("lora_paths"))
         defaults = engine_defaults(model, given, ours.slot_ranks)
+        adapters, served = names.adapters_of(server_args.get("lora_paths")), server_args.get("served_model_name")
+        names.check_names(adapters, None if served is None else str(served), model)
         settings = settle(_sgl.ServerArgs(**{**defaults, "log_level": "error", **server_args}))
         refuse_unsupported(settings)
         super().__init__(server_args=settings)

@@ -4,9 +4,11 @@ VLoraError                      anything of ours; catch this to catch all
 +-- ConfigError (ValueError)    a flag, file or combination that cannot work; raised before anything starts
 +-- ContractError (ImportError) this SGLang is not the one we extend; the operator must install the pinned one
 +-- AdapterError (ValueError)   an adapter that cannot be loaded as it is; the message names the tensor or key
+|   +-- AdapterNameError        a name that no adapter can have, or that another has
 +-- UnknownAdapterError (KeyError)  no adapter of that name; carries the names that exist
 +-- HeadError (ValueError)      a vision head that is missing, malformed or does not fit
 +-- RequestError (ValueError)   a request that cannot be served as asked
+    +-- BodyTooLargeError       a body of more bytes than a server takes
     +-- ImageError              an image that cannot be opened, or is not opened as it is
 +-- ClusterError (RuntimeError)  no replica of a cluster can take the request now; ask again later
     +-- ReplicaLostError        the replicas that were answering the request ended
@@ -17,8 +19,30 @@ VLoraError                      anything of ours; catch this to catch all
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+QUOTED_CHARS = 80
+LISTED_NAMES = 100
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = QUOTED_CHARS
+_SHORT.maxlevel = 3
+
+
+def quoted(value: object) -> str:
+    """A value as a message quotes it: short, and on one line."""
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # a value that cannot even be printed
+        text = type(value).__name__
+    return text if len(text) <= QUOTED_CHARS else text[: QUOTED_CHARS - 1] + "…"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a message lists them."""
+    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    return (", ".join(names[:LISTED_NAMES]) or "none") + more
 
 
 class VLoraError(Exception):
@@ -41,6 +65,10 @@ class AdapterError(VLoraError, ValueError):
     """An adapter directory that cannot be loaded as it is."""
 
 
+class AdapterNameError(AdapterError):
+    """A name that an adapter cannot have, or that another has already."""
+
+
 class UnknownAdapterError(VLoraError, KeyError):
     """A name that no loaded adapter has.
 
@@ -54,7 +82,7 @@ class UnknownAdapterError(VLoraError, KeyError):
     def __init__(self, name: str, loaded: Iterable[str]) -> None:
         self.name = name
         self.loaded = tuple(sorted(loaded))
-        super().__init__(f"no adapter named {name!r}; loaded: {', '.join(self.loaded) or 'none'}")
+        super().__init__(f"no adapter named {quoted(name)}; loaded: {listed(self.loaded)}")
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -66,6 +94,19 @@ class HeadError(VLoraError, ValueError):
 
 class RequestError(VLoraError, ValueError):
     """A request that cannot be served as asked."""
+
+
+class BodyTooLargeError(RequestError):
+    """A body of more bytes than a server takes.
+
+    Args:
+        most: bytes that it takes.
+    """
+
+    http_status = 413
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the body must have {most} bytes at most (--vlora-max-body-bytes)")
 
 
 class ImageError(RequestError):

@@ -17,8 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vlora_sgl import names
 from vlora_sgl.errors import ConfigError, VLoraError
 from vlora_sgl.platforms.cpu import has_accelerator
+from vlora_sgl.server_args import VLoraArgs, split_argv
 
 ROUTINGS = ("affinity", "round_robin", "random")
 BASE_SLOTS, DEFAULT_SLOTS = 1, 8
@@ -43,6 +45,7 @@ class ClusterArgs(argparse.Namespace):
     shares_file: Path | None
     log_dir: Path | None
     server: tuple[str, ...]
+    ours: VLoraArgs
 
     def value_of(self, *flags: str) -> str | None:
         """What the replicas' flags give for any of these names of one flag."""
@@ -65,7 +68,7 @@ class ClusterArgs(argparse.Namespace):
 
 def make_parser() -> argparse.ArgumentParser:
     """The cluster's own flags."""
-    parser = argparse.ArgumentParser(
+    parser = names.Parser(
         prog="python -m vlora_sgl.launch_cluster", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -101,6 +104,7 @@ def parse(argv: Sequence[str]) -> ClusterArgs:
     """
     args, server = make_parser().parse_known_args(argv, ClusterArgs())
     args.server = tuple(server)
+    args.ours, _ = split_argv(server)
     if args.replicas < 0 or args.replicas + len(args.join) < 1:
         raise ConfigError(f"a cluster needs a replica; got --replicas {args.replicas} and no --join")
     if args.replica_limit < 1:
@@ -108,7 +112,11 @@ def parse(argv: Sequence[str]) -> ClusterArgs:
     wrong = [pair for pair in args.on_demand if not all(pair.partition("="))]
     if wrong:
         raise ConfigError(f"--on-demand takes NAME=DIR; got {wrong[0]!r}")
-    args.known = dict(pair.split("=", 1) for pair in args.on_demand)
+    on_demand = names.adapters_of(args.on_demand)
+    given = names.given_names(args.server)
+    both = [*given["adapters"], *on_demand]
+    names.check_names(both, given["served"], given["model"], "--lora-paths and --on-demand")
+    args.known = {str(name): str(directory) for name, directory in on_demand}
     file = args.shares_file
     try:
         shares = json.loads(file.read_text()) if file else {}
@@ -164,6 +172,18 @@ def free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
+def check_adapters(args: ClusterArgs) -> None:
+    """Check that there are the adapters that servers of this machine are to load.
+
+    Raises:
+        ConfigError: one is not there.
+    """
+    if args.replicas:
+        names.check_directories(names.given_names(args.server)["adapters"])
+    if not args.join:
+        names.check_directories(args.known.items(), "--on-demand")
+
+
 async def run(args: ClusterArgs) -> None:
     """Serve until told to stop."""
     from aiohttp import web
@@ -175,6 +195,7 @@ async def run(args: ClusterArgs) -> None:
     from vlora_sgl.cluster.replica_router import Router, Settings
     from vlora_sgl.cluster.supervisor import Supervisor
 
+    check_adapters(args)
     devices = deal_devices(args)
     ports = free_ports(args.replicas)
     urls = [*(f"http://127.0.0.1:{port}" for port in ports), *args.join]
@@ -190,7 +211,7 @@ async def run(args: ClusterArgs) -> None:
         replicas,
         routing,
         links,
-        Settings(args.queue_size, args.patience),
+        Settings(args.queue_size, args.patience, args.ours.max_body_bytes),
         args.known,
         on_trouble=lambda replica: supervisors[replica.number].suspect(),
     )

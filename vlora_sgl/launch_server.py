@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from vlora_sgl import names
 from vlora_sgl._sgl_types import ServerArgs
-from vlora_sgl.errors import VLoraError
+from vlora_sgl.errors import ConfigError, VLoraError
 from vlora_sgl.platforms.cpu import has_accelerator
 from vlora_sgl.server_args import VLoraArgs, split_argv
 from vlora_sgl.startup import imports, processes
@@ -25,16 +26,24 @@ def prepare(argv: Sequence[str]) -> ServerArgs:
         ContractError: the installed SGLang is not the one we extend.
     """
     ours, rest = split_argv(argv)
+    given = names.given_names(rest)
+    names.check_names(**given)
+    names.check_directories(given["adapters"])
     ours.to_environment()
     imports.disable_other_models(imports.model_path_of(rest))
     if not has_accelerator():
         processes.fork_from_here()
     processes.import_engine()
-    from vlora_sgl import _sgl, plugin
+    from vlora_sgl import _sgl, plugin, seams
     from vlora_sgl.defaults import command_line_defaults, refuse_unsupported, settle
 
     plugin.verify()
-    server_args = settle(_sgl.prepare_server_args([*command_line_defaults(rest, ours.slot_ranks), *rest]))
+    flags = [*command_line_defaults(rest, ours.slot_ranks), *rest]
+    try:
+        with seams.swapped("argparse.ArgumentParser.error", argparse.ArgumentParser, "error", names.Parser.error):
+            server_args = settle(_sgl.prepare_server_args(flags))
+    except (ValueError, AssertionError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(" ".join(str(error).split())) from None
     refuse_unsupported(server_args)
     return server_args
 
@@ -52,8 +61,8 @@ def print_help() -> None:
 
 def announce(server_args: ServerArgs) -> None:
     """Say, in one line, that requests are welcome, and where."""
-    names = ", ".join(ref.lora_name for ref in server_args.lora_paths or ())
-    adapters = f"adapters: {names}" if names else "no adapters yet"
+    loaded = ", ".join(ref.lora_name for ref in server_args.lora_paths or ())
+    adapters = f"adapters: {loaded}" if loaded else "no adapters yet"
     print(f"vlora_sgl: serving {server_args.served_model_name} on {server_args.url()} ({adapters})", flush=True)
 
 
@@ -68,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         server_args = prepare(argv)
-        from vlora_sgl.entrypoints import adapters, vision
+        from vlora_sgl.entrypoints import adapters, bodies, vision
 
-        vision.mount(_sgl.http_server.app)
-        adapters.mount(_sgl.http_server.app)
+        for part in (vision, adapters, bodies):
+            part.mount(_sgl.http_server.app)
         seams.verify(Stage.ENGINE, "http_server")
         _sgl.http_server.launch_server(
             server_args,

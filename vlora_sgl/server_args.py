@@ -17,6 +17,7 @@ from typing import Any
 
 from vlora_sgl.core import MAX_IMAGE_PIXELS, InferenceMode, JsonDict
 from vlora_sgl.errors import ConfigError
+from vlora_sgl.names import Parser
 
 ENVIRONMENT_VARIABLE = "VLORA_SGL_ARGS"
 POLICY_NAMES = ("cost", "vlora", "unmerged", "merged")
@@ -125,6 +126,13 @@ class VLoraArgs:
         metavar="PIXELS",
     )
 
+    max_body_bytes: int = _flag(
+        128 * 2**20,
+        "most bytes of a request's body, images in base64 included; more is a 413",
+        type=int,
+        metavar="BYTES",
+    )
+
     encoder_cache_mb: int = _flag(
         100, "device memory for outputs of the image encoder, kept for images that come back", type=int, metavar="MIB"
     )
@@ -145,6 +153,8 @@ class VLoraArgs:
             raise ConfigError(
                 f"--vlora-max-image-pixels must be from 1 to {MOST_IMAGE_PIXELS}; got {self.max_image_pixels!r}"
             )
+        if self.max_body_bytes < 1024:
+            raise ConfigError(f"--vlora-max-body-bytes must be at least 1024; got {self.max_body_bytes!r}")
         for name in ("slot_ranks", "adapter_root", "image_host"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if any(rank <= 0 or rank % SLOT_UNIT for rank in self.slot_ranks):
@@ -233,8 +243,11 @@ def split_argv(argv: Sequence[str]) -> tuple[VLoraArgs, list[str]]:
 
     Returns:
         Our settings, and the rest, which is SGLang's, in the order given.
+
+    Raises:
+        ConfigError: a setting of ours that is wrong.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     VLoraArgs.add_cli_args(parser)
     namespace, rest = parser.parse_known_args(argv)
     return VLoraArgs.from_cli_args(namespace), rest

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vlora_sgl.cluster.routing_keys import Wanted, read
-from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.errors import RequestError, UnknownAdapterError
 
 ADAPTERS, BASES = {"a", "b", "org:c"}, {"base", "/models/base", "default"}
 
@@ -37,8 +37,14 @@ def test_names(body: Any, expected: tuple[str, ...]) -> None:
     assert adapters(body) == expected
 
 
-def test_what_is_no_json_is_the_replicas_to_refuse() -> None:
-    assert read(b"{", ADAPTERS, BASES) == Wanted() == read(b"\xff", ADAPTERS, BASES)
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b'{"model": "a", "model": "b"}', b"NaN"])
+def test_what_a_server_does_not_take_for_json_reaches_none(body: bytes) -> None:
+    with pytest.raises(RequestError, match="the body must"):
+        read(body, ADAPTERS, BASES)
+
+
+def test_no_body_and_no_object_want_nothing() -> None:
+    assert read(b"", ADAPTERS, BASES) == Wanted() == read(b"[1]", ADAPTERS, BASES)
 
 
 @pytest.mark.parametrize(

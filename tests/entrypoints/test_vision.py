@@ -13,7 +13,8 @@ import pytest
 from tests.support.head_reference import data_url, make_image
 from tests.support.image_files import exif_of
 from vlora_sgl.core import RequestParams
-from vlora_sgl.entrypoints.vision import check_image_urls, in_pixels_sent, move_head
+from vlora_sgl.entrypoints.bodies import move_head
+from vlora_sgl.entrypoints.vision import check_image_urls, in_pixels_sent
 from vlora_sgl.errors import HeadError, RequestError
 from vlora_sgl.heads import ClassifyHead, DetectHead, save_heads
 from vlora_sgl.heads.requests import answer_text, check_head_requests
@@ -31,15 +32,13 @@ def test_only_data_urls_and_allowed_hosts(url: str) -> None:
 
 
 def test_the_heads_name_moves_to_custom_params() -> None:
-    body = json.dumps({"text": "x", "head": "kind", "sampling_params": {"custom_params": {"a": 1}}}).encode()
-    assert json.loads(move_head(body, "/generate")) == {
+    body = {"text": "x", "head": "kind", "sampling_params": {"custom_params": {"a": 1}}}
+    assert move_head(body, "/generate") == {
         "text": "x",
         "sampling_params": {"custom_params": {"a": 1, "vlora_head": "kind"}},
     }
-    assert json.loads(move_head(b'{"head": "kind"}', "/v1/chat/completions")) == {
-        "custom_params": {"vlora_head": "kind"}
-    }
-    for untouched in (b'{"text": "x"}', b'{"head": 3}', b'["head"]', b'{"head"'):
+    assert move_head({"head": "kind"}, "/v1/chat/completions") == {"custom_params": {"vlora_head": "kind"}}
+    for untouched in ({"text": "x"}, {"head": 3}):
         assert move_head(untouched, "/generate") == untouched
 
 

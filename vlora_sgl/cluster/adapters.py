@@ -11,6 +11,7 @@ from vlora_sgl.cluster.replica import Replica
 from vlora_sgl.cluster.replica_router import Router
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.strict_json import read_json
 
 
 class AdapterRoutes:
@@ -130,9 +131,10 @@ class AdapterRoutes:
 
 
 def _object(body: bytes) -> JsonDict:
-    """The JSON object in a body; an empty one where there is none, which the replica then refuses."""
-    try:
-        data = json.loads(body)
-    except ValueError:
-        return {}
+    """The JSON object in a body; an empty one where there is none, which the replica then refuses.
+
+    Raises:
+        RequestError: it is not JSON as a server takes it.
+    """
+    data = read_json(body) if body else None
     return data if isinstance(data, dict) else {}

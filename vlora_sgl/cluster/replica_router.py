@@ -23,11 +23,10 @@ from vlora_sgl.cluster.placement import Routing
 from vlora_sgl.cluster.replica import Replica, ReplicaGone
 from vlora_sgl.cluster.routing_keys import read
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import ClusterError, ReplicaLostError, VLoraError
+from vlora_sgl.errors import BodyTooLargeError, ClusterError, ReplicaLostError, VLoraError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MAX_BODY = 2**30
 RETRY_AFTER_S = 5
 MOST_LOST = 1
 """How often a request that a replica had is sent to another."""
@@ -36,10 +35,12 @@ REPLICA_HEADER = "X-VLora-Replica"
 """Which replica answered."""
 ROUTED = (
     *("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"),
-    *("/v1/classify", "/v1/vision/classify", "/v1/vision/count", "/v1/vision/detect"),
+    *("/v1/classify", "/v1/vision/classify", "/v1/vision/count", "/v1/vision/detect", "/v1/responses", "/v1/score"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/rerank", "/invocations"),
+    *("/v1/tokenize", "/v1/detokenize", "/tokenize", "/detokenize"),
 )
 """Requests, which go to one replica each."""
-ANY = ("/model_info", "/get_model_info", "/v1/tokenize", "/v1/detokenize", "/tokenize", "/detokenize")
+ANY = ("/model_info", "/get_model_info")
 """Questions that every replica answers alike."""
 ALL = ("/flush_cache", "/set_internal_state", "/abort_request", "/pause_generation", "/continue_generation")
 """Orders for every replica, which also check the key."""
@@ -54,10 +55,12 @@ class Settings:
     Attributes:
         queue: most requests that wait, all replicas together.
         patience: seconds that a request waits while no replica serves.
+        body: most bytes of a request's body.
     """
 
     queue: int = 4096
     patience: float = 60.0
+    body: int = 128 * 2**20
 
 
 class Router:
@@ -95,7 +98,7 @@ class Router:
 
     def application(self, mount: Callable[[web.Application], None]) -> web.Application:
         """The routes; ``mount`` adds the adapters' (``AdapterRoutes.mount``)."""
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors, self.check_key])
+        app = web.Application(client_max_size=self.settings.body, middlewares=[_errors, self.check_key])
         for paths, handler in ((ROUTED, self.serve), (ANY, self.ask_any), (ALL, self.tell_all)):
             for path in paths:
                 app.router.add_route("*", path, handler)
@@ -307,8 +310,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except Refused as refusal:
         return web.Response(status=refusal.status, body=refusal.body, content_type="application/json")
+    except web.HTTPRequestEntityTooLarge:
+        error: VLoraError = BodyTooLargeError(request.client_max_size)
     except NotSent:
-        error: VLoraError = ClusterError("a replica ended while it was asked; ask again")
+        error = ClusterError("a replica ended while it was asked; ask again")
     except VLoraError as ours:
         error = ours
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.http_status == 503 else {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.strict_json import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Wanted:
 def read(body: bytes, adapters: Collection[str], bases: Collection[str]) -> Wanted:
     """Look into a body of ``/generate``, of an OpenAI route or of a vision route.
 
-    A body that is no JSON object wants nothing: the replica says what is wrong with it.
+    A body that is no object wants nothing: the replica says what is wrong with it.
 
     Args:
         body: as the client sent it.
@@ -35,12 +36,10 @@ def read(body: bytes, adapters: Collection[str], bases: Collection[str]) -> Want
         bases: names of the base model.
 
     Raises:
+        RequestError: it is not JSON as a server takes it.
         UnknownAdapterError: it names an adapter that the cluster does not know.
     """
-    try:
-        data = json.loads(body)
-    except ValueError:
-        return Wanted()
+    data = read_json(body) if body else None
     if not isinstance(data, dict):
         return Wanted()
     named = data.get("lora_path")

@@ -15,6 +15,8 @@ from pydantic import BaseModel, Field
 
 from vlora_sgl import _sgl, seams
 from vlora_sgl.core import JsonDict
+from vlora_sgl.entrypoints.refused import refusals
+from vlora_sgl.managers.adapter_lifecycle import UnknownAdapterResponse
 from vlora_sgl.seams import Place
 
 Handler = TypeVar("Handler", bound=Callable[..., object])
@@ -64,9 +66,15 @@ async def list_models(request: Request) -> Any:
 
 
 async def retrieve_model(model: str, request: Request) -> Any:
-    """The entry of that list; SGLang's 404 where there is none."""
+    """The entry of that list.
+
+    Raises:
+        UnknownAdapterResponse: there is none.
+    """
     card = next((card for card in (await list_models(request)).data if card.id == model), None)
-    return card if card is not None else await _sgl.http_server.retrieve_model(model)
+    if card is None:
+        raise UnknownAdapterResponse(model, _manager(request).lora_ref_cache)
+    return card
 
 
 async def generate(obj: _sgl.GenerateReqInput, request: Request) -> Any:
@@ -104,7 +112,8 @@ def mount(app: Any) -> None:
         kind("/reload_lora_adapter", reload_adapter, methods=["POST"]),
         kind("/pin_lora_adapter", pin_adapter, methods=["POST"]),
     ]
-    seams.place("http_server.app.router.routes", [*places, *(Place(routes, None, route) for route in new)])
+    added = [Place(routes, None, route) for route in new]
+    seams.place("http_server.app.router.routes", [*places, *refusals(app), *added])
     # The one route that changes adapters and that SGLang left open; it refuses, but only to those it should answer.
     marked = Place(vars(server.load_lora_adapter_from_tensors), "_auth_level", _sgl.AuthLevel.ADMIN_OPTIONAL)
     seams.place("http_server.load_lora_adapter_from_tensors", [marked])

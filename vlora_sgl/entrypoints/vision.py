@@ -1,4 +1,4 @@
-"""HTTP for vision heads: ``/v1/vision/{classify,count,detect}``, and ``"head"`` in the bodies of SGLang's own routes.
+"""HTTP for vision heads: ``/v1/vision/{classify,count,detect}``.
 
 The vision routes take OpenAI's content parts and answer with the head's value. Images are ``data:`` URLs, or URLs of
 hosts that ``--vlora-image-host`` allows: a server that fetches any URL a client names is a way into its network.
@@ -7,18 +7,15 @@ hosts that ``--vlora-image-host`` allows: a server that fetches any URL a client
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
-from starlette.middleware import Middleware
 
 from vlora_sgl import _sgl, seams
 from vlora_sgl.core import JsonDict, RequestParams
-from vlora_sgl.entrypoints.stream_errors import StreamErrors
 from vlora_sgl.errors import HeadError, RequestError, VLoraError
 from vlora_sgl.heads.requests import describe
 from vlora_sgl.images import image_size
@@ -137,67 +134,8 @@ def in_pixels_sent(answer: JsonDict, urls: list[str]) -> JsonDict:
     return {**answer, "image_sizes": sizes, "boxes": boxes}
 
 
-Send = Callable[[JsonDict], Awaitable[None]]
-Receive = Callable[[], Awaitable[JsonDict]]
-
-
-class HeadParameter:
-    """ASGI middleware: ``"head": name`` in the body of ``/generate`` and ``/v1/chat/completions`` names a head.
-
-    SGLang's request types drop or refuse a field they do not know, so it moves to where SGLang carries it first.
-    """
-
-    def __init__(self, app: Callable[[JsonDict, Receive, Send], Awaitable[None]]) -> None:
-        self.app = app
-
-    async def __call__(self, scope: JsonDict, receive: Receive, send: Send) -> None:
-        """Pass everything on; rewrite the body where it names a head."""
-        if scope["type"] != "http" or scope["path"] not in ("/generate", "/v1/chat/completions"):
-            await self.app(scope, receive, send)
-            return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                break
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        body = move_head(body, scope["path"])
-        headers = [(key, value) for key, value in scope["headers"] if key != b"content-length"]
-        scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-        given = False
-
-        async def again() -> JsonDict:
-            nonlocal given
-            if given:
-                return await receive()  # the client's hanging up
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self.app(scope, again, send)
-
-
-def move_head(body: bytes, path: str) -> bytes:
-    """The body with ``head`` moved to where SGLang carries it; anything else, and what is not JSON, as it was."""
-    if b'"head"' not in body:
-        return body
-    try:
-        data = json.loads(body)
-    except ValueError:
-        return body
-    if not isinstance(data, dict) or not isinstance(data.get("head"), str):
-        return body
-    asked = RequestParams(head=data.pop("head"))
-    if path != "/generate":
-        data = asked.added_to(data)
-    elif isinstance(data.get("sampling_params"), list):
-        data["sampling_params"] = [asked.added_to(one) for one in data["sampling_params"]]
-    else:
-        data["sampling_params"] = asked.added_to(data.get("sampling_params") or {})
-    return json.dumps(data).encode()
-
-
 def mount(app: FastAPI) -> None:
-    """Add the routes and the parameter to SGLang's application, once, before it starts."""
-    seams.place("http_server.app.routes", [Place(app.router.routes, None, route) for route in router.routes])
-    around = [Place(app.user_middleware, None, Middleware(one)) for one in (StreamErrors, HeadParameter)]
-    seams.place("http_server.app.user_middleware", around)
+    """Add the routes to SGLang's application, once, before it starts; they read their bodies as its routes do."""
+    kind = app.router.route_class
+    routes = [kind(one.path, one.endpoint, methods=one.methods, tags=one.tags) for one in router.routes]  # type: ignore[attr-defined]
+    seams.place("http_server.app.routes", [Place(app.router.routes, None, route) for route in routes])

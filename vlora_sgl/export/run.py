@@ -30,6 +30,7 @@ from vlora_sgl.heads.store import read_description
 from vlora_sgl.lora.checkpoint import AdapterWeights, LoraPair, read_adapter
 from vlora_sgl.lora.exported import BASE_DELTA, FORMAT, MANIFEST, UNFINISHED
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout
+from vlora_sgl.names import check_names
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".part"}
 _HEAD_FILES = ("vlora_adapter.json", "vlora_heads.safetensors")
@@ -152,7 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=16, help="weights to verify at the end")
     args = parser.parse_args(argv)
     try:
-        adapters = dict(map(_named, [*([args.hot] if args.hot else []), *args.cold]))
+        given = dict.fromkeys(map(_named, [*([args.hot] if args.hot else []), *args.cold]))
+        check_names(given, source="--hot and --cold")
+        adapters = dict(given)
         if BASE_DELTA in adapters:
             raise ConfigError(f"{BASE_DELTA!r} names the delta that gives the base back; rename that adapter")
         hot = _named(args.hot)[0] if args.hot else None
@@ -176,7 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _named(argument: str) -> tuple[str, Path]:
     name, separator, path = argument.partition("=")
-    return (name, Path(path)) if separator else (Path(argument).name, Path(argument))
+    if not separator:
+        name, path = Path(argument).name, argument
+    return name, Path(path)
 
 
 def _choose(trace: Path, adapters: Mapping[str, Path], hot: str | None) -> str | None:

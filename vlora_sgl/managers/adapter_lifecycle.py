@@ -21,7 +21,8 @@ from vlora_sgl._sgl_types import (
     UnloadLoRAAdapterReqInput,
 )
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import AdapterError, UnknownAdapterError
+from vlora_sgl.errors import AdapterError, AdapterNameError, UnknownAdapterError, listed, quoted
+from vlora_sgl.names import check_adapter_name
 from vlora_sgl.routed.spec import is_routed, member_names
 
 
@@ -47,8 +48,8 @@ class UnknownModelResponse(UnknownAdapterResponse):
     def __init__(self, name: str, served: str, loaded: Iterable[str]) -> None:
         super().__init__(name, loaded)
         self.detail = (
-            f"no model named {name!r}; the base model is {served!r}, adapters (alone or as {served}:ADAPTER) are: "
-            f"{', '.join(self.loaded)}"
+            f"no model named {quoted(name)}; the base model is {served!r}, adapters (alone or as {served}:ADAPTER) "
+            f"are: {listed(self.loaded)}"
         )
         self.args = (self.detail,)
 
@@ -154,7 +155,7 @@ class AdapterLifecycle:
         """
         for name in names if isinstance(names, list) else [names]:
             if name is not None and name not in self.known:
-                raise UnknownAdapterResponse(str(name), self.known)
+                raise UnknownAdapterResponse(name, self.known)
 
     async def bring_in(self, names: str | Sequence[str | None] | None) -> None:
         """Bring the adapters that a request names back to memory, where they are only on disk.
@@ -330,10 +331,10 @@ class AdapterLifecycle:
             return "adapters are off; start the server with --enable-lora"
         if args.dp_size != 1:
             return f"adapters cannot be loaded at run time with --dp-size={args.dp_size}"
-        if not isinstance(name, str) or not name.strip():
-            return f"an adapter needs a name, got {name!r}"
-        if name in (self._base_name(), "default"):
-            return f"{name!r} is the base model's name"
+        try:
+            check_adapter_name(name, (self._base_name(), str(args.model_path)))
+        except AdapterNameError as error:
+            return str(error)
         return None
 
     def _note_routed(self, ref: LoRARef) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -23,9 +23,10 @@ from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.heads.requests import answer_text, check_head_requests
 from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
 from vlora_sgl.managers import tensor_pickle
-from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, Reply, UnknownAdapterResponse, UnknownModelResponse
+from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, Reply
 from vlora_sgl.managers.admission import Limits, RequestGate
 from vlora_sgl.managers.ended_requests import LingeringStates
+from vlora_sgl.managers.model_names import NAMED
 from vlora_sgl.multimodal.opening import naming_images
 from vlora_sgl.request import show
 from vlora_sgl.seams import Stage
@@ -126,6 +127,8 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         Raises:
             RequestError: a field of the request is not what it must be.
         """
+        if obj.lora_path is None:
+            obj.lora_path = NAMED.get()
         self.gate.check(obj)
         asked = obj.lora_path
         obj.lora_id = None  # the engine's own name for an adapter; an id that it does not know would end it
@@ -235,31 +238,3 @@ def show_all(output: JsonDict | list[JsonDict], names: str | Sequence[str | None
         shown = show(answer.get("meta_info", {}), name)
         if "head" in shown:
             answer["text"] = answer_text(shown["head"])  # the sampled token means nothing
-
-
-def resolve_model_name(
-    original: Callable[..., str | None], self: Any, request_model: str, explicit_lora_path: str | None
-) -> str | None:
-    """Wraps ``OpenAIServingBase._resolve_lora_path``: what ``model`` names, before what ``lora_path`` names.
-
-    Besides ``base:adapter``, a bare adapter name is accepted, because ``/v1/models`` lists adapters by it.
-
-    Raises:
-        UnknownModelResponse: ``base:adapter`` with an adapter that is loaded, of a base model that is not served.
-        UnknownAdapterResponse: anything else but the served model, an adapter, or ``base:adapter`` of a loaded one.
-    """
-    manager = self.tokenizer_manager
-    if not manager.server_args.enable_lora:
-        return original(self, request_model, explicit_lora_path)
-    adapters = manager.lora_ref_cache
-    if request_model in adapters:
-        return request_model
-    served = {manager.served_model_name, manager.server_args.model_path, "default"}
-    base, separator, adapter = (part.strip() for part in request_model.partition(":"))
-    if request_model in served:
-        return explicit_lora_path
-    if separator and base in served and adapter in adapters:
-        return adapter
-    if separator and adapter in adapters:
-        raise UnknownModelResponse(base, manager.served_model_name, adapters)
-    raise UnknownAdapterResponse(adapter if separator and base in served else request_model, adapters)

@@ -1,0 +1,130 @@
+"""The bodies of requests, before a route's schema sees them: bounded, strict JSON, a model that is served.
+
+Every route of the server, SGLang's and ours, reads its body here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.middleware import Middleware
+
+from vlora_sgl import _sgl, seams
+from vlora_sgl.core import JsonDict, RequestParams
+from vlora_sgl.entrypoints.body_limit import BodyLimit
+from vlora_sgl.entrypoints.stream_errors import StreamErrors
+from vlora_sgl.errors import RequestError, VLoraError, quoted
+from vlora_sgl.managers.model_names import NAMED, adapter_named
+from vlora_sgl.seams import Place
+from vlora_sgl.server_args import VLoraArgs
+from vlora_sgl.strict_json import read_json
+
+logger = logging.getLogger(__name__)
+
+SHOWN_FAULTS = 3
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+async def read(request: Any) -> Any:
+    """The body of a request as its route is to see it, in place of SGLang's ``ORJSONRequest.json``.
+
+    Raises:
+        HTTPException: it is refused; one line in the log says why.
+    """
+    if not hasattr(request, "_json"):
+        try:
+            request._json = accept(read_json(await request.body()), request.scope["path"], _manager(request))
+        except VLoraError as error:
+            logger.warning("%s: %s", request.scope["path"], error)
+            raise HTTPException(error.http_status, str(error)) from None
+    return request._json
+
+
+def accept(body: Any, path: str, manager: Any) -> Any:
+    """A body, with what it asks of us where SGLang carries it; whom its ``model`` names is kept in ``NAMED``.
+
+    Raises:
+        UnknownAdapterResponse: a model that is not served.
+        RequestError: what this route does not do.
+    """
+    if not isinstance(body, dict):
+        return body
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise RequestError(f"model must be the name of a model or adapter; got {quoted(model)}")
+    NAMED.set(None if model is None else adapter_named(manager, model))
+    if path == "/v1/responses":
+        return without_keeping(body)
+    if path == "/configure_logging" and str(body.get("log_level") or "info").lower() not in LOG_LEVELS:
+        raise RequestError(f"log_level must be one of {', '.join(LOG_LEVELS)}; got {quoted(body['log_level'])}")
+    return move_head(body, path) if path in ("/generate", "/v1/chat/completions") else body
+
+
+def without_keeping(body: JsonDict) -> JsonDict:
+    """A request of OpenAI's responses that leaves nothing behind: SGLang keeps every answer, for ever.
+
+    Raises:
+        RequestError: it needs an answer that was kept, or one that will be.
+    """
+    for name in ("background", "previous_response_id", "conversation"):
+        if body.get(name):
+            raise RequestError(f"{name} is not supported: no answers are kept; send the earlier turns in input")
+    return {**body, "store": False}
+
+
+def move_head(body: JsonDict, path: str) -> JsonDict:
+    """A body with ``head`` moved to where SGLang carries it: its request types drop or refuse unknown fields."""
+    if not isinstance(body.get("head"), str):
+        return body
+    asked = RequestParams(head=body["head"])
+    rest = {name: value for name, value in body.items() if name != "head"}
+    if path != "/generate":
+        return _with(asked, rest)
+    sampling = rest.get("sampling_params")
+    moved = [_with(asked, one) for one in sampling] if isinstance(sampling, list) else _with(asked, sampling or {})
+    return {**rest, "sampling_params": moved}
+
+
+def _with(asked: RequestParams, sampling: Any) -> Any:
+    """Sampling parameters that ask for this too; what is wrong with them is told where all requests are checked."""
+    fits = isinstance(sampling, dict) and isinstance(sampling.get("custom_params") or {}, dict)
+    return asked.added_to(sampling) if fits else sampling
+
+
+def in_one_line(faults: Iterable[Mapping[str, Any]]) -> str:
+    """What a schema says is wrong: where, what was expected, and what came."""
+    lines = [
+        f"{'.'.join(str(part) for part in fault['loc'] if part != 'body') or 'the body'}: {fault['msg']}; "
+        f"got {quoted(fault.get('input'))}"
+        for fault in faults
+    ]
+    more = f"; and {len(lines) - SHOWN_FAULTS} more" if len(lines) > SHOWN_FAULTS else ""
+    return " ".join(("; ".join(lines[:SHOWN_FAULTS]) + more).split())
+
+
+def mount(app: FastAPI) -> None:
+    """Put all this in front of SGLang's application, once, before it starts."""
+    server, handlers = _sgl.http_server, app.exception_handlers
+    refused: Any = handlers[HTTPException]
+
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await refused(request, HTTPException(400, in_one_line(error.errors())))
+
+    async def ours(request: Request, error: VLoraError) -> Response:
+        logger.warning("%s: %s", request.scope["path"], error)
+        return await refused(request, HTTPException(error.http_status, str(error)))
+
+    seams.place("http_server.ORJSONRequest.json", [Place(server.ORJSONRequest, "json", read)])
+    shown = [Place(handlers, RequestValidationError, invalid), Place(handlers, VLoraError, ours)]
+    seams.place("http_server.app.exception_handlers", shown)
+    limit = Middleware(BodyLimit, most=VLoraArgs.from_environment().max_body_bytes)
+    around = [Place(app.user_middleware, None, one) for one in (Middleware(StreamErrors), limit)]
+    seams.place("http_server.app.user_middleware", around)
+
+
+def _manager(request: Any) -> Any:
+    return request.app.state.openai_serving_chat.tokenizer_manager

@@ -1,0 +1,75 @@
+"""JSON of clients, read strictly: what two readers could understand differently, or cannot survive, is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+from vlora_sgl.core import JsonDict
+from vlora_sgl.errors import RequestError, quoted
+
+DEEP = 64
+"""Levels of nesting that a body may have; deeper ones end recursive readers, which SGLang and pydantic have."""
+
+
+def read_json(body: bytes) -> Any:
+    """What a body says.
+
+    Raises:
+        RequestError: it is not UTF-8, is no JSON (``NaN`` and ``Infinity`` are none), has a number that 64 bits do not
+            hold, half a surrogate pair, or a key twice in one object, or is nested more than ``DEEP`` levels.
+    """
+    try:
+        value = _decoder.decode(body.decode())
+        if b"\\ud" in body or b"\\uD" in body:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("the body must be Unicode text; it has half a surrogate pair") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body must be UTF-8; byte {error.start} is not") from None
+    except RecursionError:
+        raise RequestError(f"the body must be nested {DEEP} levels at most") from None
+    except ValueError as error:
+        raise error if isinstance(error, RequestError) else RequestError(f"the body must be JSON: {error}") from None
+    _check(value)
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> JsonDict:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise RequestError(f"the body must have each key of an object once; it has {quoted(twice)} twice")
+    return made
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise RequestError(f"the body must be JSON, which has no {name}")
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
+
+
+def _check(value: Any) -> None:
+    """Refuse what is nested too deep, and numbers of more than 64 bits, level by level."""
+    level = [[value]]
+    for _ in range(DEEP + 1):
+        level = [inner for one in level for inner in _containers(one)]
+        if not level:
+            return
+    raise RequestError(f"the body must be nested {DEEP} levels at most")
+
+
+def _containers(items: Any) -> list[Any]:
+    """The values of objects, and the lists, among some values, whose numbers this checks."""
+    kinds = set(map(type, items))
+    if int in kinds:
+        whole = [one for one in items if type(one) is int]
+        if min(whole) < -(2**63) or max(whole) >= 2**64:
+            raise RequestError("the body must have integers of 64 bits at most")
+    if float in kinds and any(type(one) is float and math.isinf(one) for one in items):
+        raise RequestError("the body must have finite numbers")
+    inner = kinds.intersection((dict, list))
+    return [one.values() if type(one) is dict else one for one in items if type(one) in inner] if inner else []
