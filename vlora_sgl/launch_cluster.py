@@ -195,7 +195,6 @@ async def run(args: ClusterArgs) -> None:
     from vlora_sgl.cluster.replica_router import Router, Settings
     from vlora_sgl.cluster.supervisor import Supervisor
 
-    check_adapters(args)
     devices = deal_devices(args)
     ports = free_ports(args.replicas)
     urls = [*(f"http://127.0.0.1:{port}" for port in ports), *args.join]
@@ -250,7 +249,9 @@ async def run(args: ClusterArgs) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped. Returns the exit status; a mistake in the settings costs one line."""
     try:
-        asyncio.run(run(parse(sys.argv[1:] if argv is None else argv)))
+        args = parse(sys.argv[1:] if argv is None else argv)
+        check_adapters(args)
+        asyncio.run(run(args))
     except VLoraError as error:
         print(f"vlora_sgl: {error}", file=sys.stderr)
         return 2

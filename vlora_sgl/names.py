@@ -62,9 +62,8 @@ def check_names(
     for name, directory in adapters:
         check_adapter_name(name, [one for one in (served, model) if one])
         if name in directories:
-            raise AdapterNameError(
-                f"{source} has the name {quoted(name)} twice: for {quoted(directories[name])} and {quoted(directory)}"
-            )
+            both = f"{quoted(directories[name])} and {quoted(directory)}"
+            raise AdapterNameError(f"{source}: two adapters are called {quoted(name)}: {both}")
         directories[name] = directory
 
 

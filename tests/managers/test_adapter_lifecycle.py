@@ -17,7 +17,9 @@ class Front:
     """The part, and as much of the tokenizer manager and the engine as it deals with."""
 
     def __init__(self, limit: int | None = None) -> None:
-        args = SimpleNamespace(enable_lora=True, dp_size=1, lora_paths=None, model_path="/base", max_loaded_loras=limit)
+        args = SimpleNamespace(
+            enable_lora=True, dp_size=1, lora_paths=None, model_path="/base", max_loaded_loras=limit
+        )
         self.held: dict[str, str] = {}
         self.refuse = False
         self.adapters = AdapterLifecycle(args, lambda: "base", {}, asyncio.Lock(), self.ask_ranks)

@@ -49,10 +49,10 @@ def accept(body: Any, path: str, manager: Any) -> Any:
 
     Raises:
         UnknownAdapterResponse: a model that is not served.
-        RequestError: what this route does not do.
+        RequestError: no object, or what this route does not do.
     """
     if not isinstance(body, dict):
-        return body
+        raise RequestError(f"the body must be an object; got {quoted(body)}")
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise RequestError(f"model must be the name of a model or adapter; got {quoted(model)}")
@@ -97,13 +97,19 @@ def _with(asked: RequestParams, sampling: Any) -> Any:
 
 def in_one_line(faults: Iterable[Mapping[str, Any]]) -> str:
     """What a schema says is wrong: where, what was expected, and what came."""
+    # Of a message of SGLang's it also tries whether the JSON is one already.
     lines = [
-        f"{'.'.join(str(part) for part in fault['loc'] if part != 'body') or 'the body'}: {fault['msg']}; "
-        f"got {quoted(fault.get('input'))}"
+        f"{_place(fault['loc'])}: {fault['msg']}; got {quoted(fault.get('input'))}"
         for fault in faults
+        if fault["type"] != "is_instance_of"
     ]
     more = f"; and {len(lines) - SHOWN_FAULTS} more" if len(lines) > SHOWN_FAULTS else ""
     return " ".join(("; ".join(lines[:SHOWN_FAULTS]) + more).split())
+
+
+def _place(loc: Iterable[Any]) -> str:
+    """Where a field is; without what pydantic calls the types that it tried."""
+    return ".".join(str(part) for part in loc if part != "body" and "[" not in str(part)) or "the body"
 
 
 def mount(app: FastAPI) -> None:
@@ -114,12 +120,14 @@ def mount(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return await refused(request, HTTPException(400, in_one_line(error.errors())))
 
-    async def ours(request: Request, error: VLoraError) -> Response:
+    async def wrong(request: Request, error: ValueError | VLoraError) -> Response:
         logger.warning("%s: %s", request.scope["path"], error)
-        return await refused(request, HTTPException(error.http_status, str(error)))
+        status = error.http_status if isinstance(error, VLoraError) else 400  # as SGLang's handlers have it
+        return await refused(request, HTTPException(status, str(error)))
 
     seams.place("http_server.ORJSONRequest.json", [Place(server.ORJSONRequest, "json", read)])
-    shown = [Place(handlers, RequestValidationError, invalid), Place(handlers, VLoraError, ours)]
+    shown = [Place(handlers, kind, wrong) for kind in (VLoraError, ValueError)]
+    shown.append(Place(handlers, RequestValidationError, invalid))
     seams.place("http_server.app.exception_handlers", shown)
     limit = Middleware(BodyLimit, most=VLoraArgs.from_environment().max_body_bytes)
     around = [Place(app.user_middleware, None, one) for one in (Middleware(StreamErrors), limit)]

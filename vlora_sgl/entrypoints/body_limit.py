@@ -1,46 +1,60 @@
-"""A bound on the bytes of a request's body, whatever its header says, kept while the body comes in."""
+"""Bounds on a request's body, kept while it comes in: its type, its bytes, whatever is told of them, and how it stalls."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi import HTTPException
 
-from vlora_sgl.errors import BodyTooLargeError
+from vlora_sgl.errors import BodyTooLargeError, quoted
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
+PATIENCE_S = 60.0
+JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
+
 
 class BodyLimit:
-    """ASGI middleware: who reads more of a body than this gets an error, which becomes a 413.
+    """ASGI middleware: who reads a body gets an error where it is too large (which becomes a 413), of another type than
+    JSON (415), or does not go on (408).
 
     uvicorn buffers 64 KiB of a body that nobody reads, and throws the rest away once the request is answered.
 
     Args:
         app: what is behind it.
         most: bytes.
+        patience: seconds in which more of a body has to come.
     """
 
-    def __init__(self, app: Any, most: int) -> None:
-        self.app, self.most = app, most
+    def __init__(self, app: Any, most: int, patience: float = PATIENCE_S) -> None:
+        self.app, self.most, self.patience = app, most, patience
 
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
         """Count what is read; refuse at once where the header tells that it will be too much."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        told = dict(scope["headers"]).get(b"content-length", b"")
-        seen = int(told) if told.isdigit() and int(told) > self.most else 0
+        headers = dict(scope["headers"])
+        told, kind = headers.get(b"content-length", b""), headers.get(b"content-type", b"")
+        seen, coming = (int(told) if told.isdigit() and int(told) > self.most else 0), True
 
         async def receive_bounded() -> Message:
-            nonlocal seen
+            nonlocal seen, coming
             if seen <= self.most:
-                message = await receive()
-                seen += len(message.get("body", b""))
+                try:  # what comes behind a body is the client's hanging up
+                    async with asyncio.timeout(self.patience if coming else None):
+                        message = await receive()
+                except TimeoutError:
+                    raise HTTPException(408, f"the body stalled for {self.patience:g} seconds") from None
+                seen, coming = seen + len(message.get("body", b"")), bool(message.get("more_body"))
             if seen > self.most:
                 raise HTTPException(413, str(BodyTooLargeError(self.most)))
+            if message.get("body") and not JSON.match(kind):
+                raise HTTPException(415, f"the body must be application/json; got {quoted(kind.decode('latin-1'))}")
             return message
 
         await self.app(scope, receive_bounded, send)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from vlora_sgl.errors import AdapterError
+from vlora_sgl.errors import AdapterError, quoted
+
+MOST_CHARS = 4096
 
 
 def allowed_directory(path: str, roots: Iterable[str]) -> Path:
@@ -19,15 +21,19 @@ def allowed_directory(path: str, roots: Iterable[str]) -> Path:
         AdapterError: no directory of this machine, or it, or a file in it, lies outside the roots once links and
             ``..`` are resolved. The message does not tell whether an outside path exists.
     """
+    if not path or "\0" in path or len(path) > MOST_CHARS:
+        raise AdapterError(
+            f"an adapter's directory must be a path of 1 to {MOST_CHARS} characters; got {quoted(path)}"
+        )
     allowed = [Path(root).resolve() for root in roots]
     directory = Path(path).resolve()
     inside = not allowed or any(directory.is_relative_to(root) for root in allowed)
     if not inside:
-        raise AdapterError(f"{path!r} does not lie below an allowed adapter root (--vlora-adapter-root)")
+        raise AdapterError(f"{quoted(path)} does not lie below an allowed adapter root (--vlora-adapter-root)")
     if not directory.is_dir():
-        raise AdapterError(f"{path!r} is not a directory on this machine")
+        raise AdapterError(f"{quoted(path)} is not a directory on this machine")
     for file in directory.iterdir():
         target = file.resolve()
         if allowed and not any(target.is_relative_to(root) for root in allowed):
-            raise AdapterError(f"{path!r}: {file.name} links out of the allowed adapter roots")
+            raise AdapterError(f"{quoted(path)}: {file.name} links out of the allowed adapter roots")
     return directory

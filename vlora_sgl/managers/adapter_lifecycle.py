@@ -7,6 +7,7 @@ got until it ends: an adapter that is replaced or unloaded meanwhile stays for a
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import AdapterError, AdapterNameError, UnknownAdapterError, listed, quoted
 from vlora_sgl.names import check_adapter_name
 from vlora_sgl.routed.spec import is_routed, member_names
+
+logger = logging.getLogger(__name__)
 
 
 class UnknownAdapterResponse(UnknownAdapterError, HTTPException, ValueError):
@@ -350,6 +353,7 @@ class AdapterLifecycle:
         return {name: ref.lora_path for name, ref in self.known.items()}
 
     def _refused(self, reason: str) -> LoadLoRAAdapterReqOutput:
+        logger.warning("adapters: %s", reason)
         return _sgl.LoadLoRAAdapterReqOutput(success=False, error_message=reason, loaded_adapters=self._loaded())
 
 

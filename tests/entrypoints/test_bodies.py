@@ -1,0 +1,223 @@
+"""What stands before every route, without an engine: bounded and strict bodies, names of models, routes refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from vlora_sgl import _sgl
+from vlora_sgl.entrypoints import adapters, bodies, vision
+from vlora_sgl.entrypoints.body_limit import BodyLimit
+from vlora_sgl.entrypoints.refused import OPERATORS, REFUSED
+from vlora_sgl.errors import RequestError
+from vlora_sgl.managers.adapter_lifecycle import UnknownAdapterResponse
+from vlora_sgl.managers.model_names import NAMED, adapter_named
+
+# Every function that SGLang 0.5.17 answers a route by. What a new release adds is to be put into one of these, or into
+# REFUSED or OPERATORS, once it is known what it does with a model's name, and with nonsense.
+MODEL = {
+    *("generate_request", "encode_request", "classify_request", "sagemaker_chat_completions", "retrieve_model"),
+    *(f"openai_v1_{name}" for name in ("completions", "chat_completions", "embeddings", "classify")),
+    *("openai_v1_tokenize", "openai_v1_detokenize", "v1_score_request", "v1_responses_request", "v1_rerank_request"),
+    *("anthropic_v1_messages", "anthropic_v1_count_tokens"),
+}
+NONE = {
+    *("openapi", "swagger_ui_html", "swagger_ui_redirect", "redoc_html", "sglang_root", "sagemaker_health"),
+    *("health_generate", "get_model_info", "model_info", "weight_version", "get_server_info", "server_info"),
+    *("get_load", "get_loads", "set_internal_state", "flush_cache", "available_models", "set_trace_level"),
+    *("add_external_corpus", "remove_external_corpus", "list_external_corpora", "freeze_gc_async"),
+    *("clear_hicache_storage_backend_deprecated", "clear_hicache_storage_backend", "hicache_storage_backend_status"),
+    *("attach_hicache_storage_backend", "detach_hicache_storage_backend", "update_weight_version"),
+    *("get_weights_by_name", "load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter"),
+    *("open_session", "close_session", "configure_logging", "abort_request", "parse_function_call_request"),
+    *("separate_reasoning_request", "pause_generation", "continue_generation"),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")  # of FastAPI, which SGLang answers by
+
+NAMES = {"A": "/a", "B": "/b"}
+
+
+def endpoints(routes: Any) -> Iterator[tuple[str, Any]]:
+    """Name of the function and route, of every route, those of included routers too."""
+    for route in routes:
+        if hasattr(route, "original_router"):
+            yield from endpoints(route.original_router.routes)
+        elif hasattr(route, "endpoint"):
+            yield route.endpoint.__name__, route
+
+
+FOUND = list(endpoints(_sgl.http_server.app.routes))
+
+
+@pytest.fixture(scope="module")
+def manager() -> Any:
+    """As much of a tokenizer manager as names need."""
+    args = SimpleNamespace(model_path="/models/base", admin_api_key=None)
+    refs = {name: SimpleNamespace(lora_name=name, lora_path=path) for name, path in NAMES.items()}
+    return SimpleNamespace(served_model_name="base", server_args=args, lora_ref_cache=refs)
+
+
+@pytest.fixture(scope="module")
+def client(manager: Any) -> Iterator[TestClient]:
+    """SGLang's application as the launcher makes it, before a manager that only knows names; it is put back after."""
+    server = _sgl.http_server
+    app = FastAPI()
+    app.router.route_class = server.app.router.route_class
+    app.exception_handlers.update(server.app.exception_handlers)
+    included = [route.original_router.routes for route in server.app.routes if hasattr(route, "original_router")]
+    before = [list(routes) for routes in included]
+    read = server.ORJSONRequest.json
+    app.router.routes[:] = list(server.app.router.routes)
+    for part in (vision, adapters, bodies):
+        part.mount(app)
+    app.state.openai_serving_chat = SimpleNamespace(tokenizer_manager=manager)
+    yield TestClient(app, raise_server_exceptions=False)
+    server.ORJSONRequest.json = read
+    for routes, old in zip(included, before, strict=True):
+        routes[:] = old
+
+
+def test_of_every_route_it_is_known_what_it_does_with_a_models_name() -> None:
+    found = {name for name, _ in FOUND}
+    groups = [MODEL, NONE, set(REFUSED), OPERATORS]
+    assert found == set().union(*groups)
+    assert sum(map(len, groups)) == len(found), "each in one group"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_route_that_is_not_served_is_refused_by_name(client: TestClient, name: str) -> None:
+    route = next(route for found, route in FOUND if found == name)
+    if not route.__dict__.get("methods"):  # a socket
+        with pytest.raises(WebSocketDisconnect) as closed, client.websocket_connect(route.path):
+            pass
+        assert closed.value.code == 1008 and "is not served: " in closed.value.reason
+        return
+    for method in route.methods:
+        path = route.path.replace("{response_id}", "resp_1")
+        answer = client.request(method, path, json={"model": "A"} if method != "GET" else None)
+        assert answer.status_code == 501 and "is not served: " in answer.text and "\n" not in answer.text
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+def test_what_may_end_the_server_is_for_an_operator(client: TestClient, name: str) -> None:
+    route = next(route for found, route in endpoints(client.app.routes) if found == name)  # type: ignore[attr-defined]
+    assert route.endpoint._auth_level is _sgl.AuthLevel.ADMIN_OPTIONAL, "with the key set, it is asked for"
+    for method in route.methods:
+        answer = client.request(method, route.path)
+        assert answer.status_code == 403 and "--admin-api-key" in answer.text
+
+
+HOSTILE: dict[str, tuple[bytes, str, int]] = {
+    "deep": (b"[" * 100_000, "application/json", 400),
+    "not UTF-8": (b"\xff{}", "application/json", 400),
+    "NaN": (b'{"model": NaN}', "application/json", 400),
+    "a key twice": (b'{"model": "A", "model": "B"}', "application/json", 400),
+    "a list": (b"[]", "application/json", 400),
+    "null": (b"null", "application/json", 400),
+    "text": (b'"x"', "application/json", 400),
+    "half": (b'{"model"', "application/json", 400),
+    "nothing": (b"", "application/json", 400),
+    "a form": (b"model=A", "application/x-www-form-urlencoded", 415),
+    "much of another type": (b"x" * 10**6, "text/plain", 415),
+    "no type": (b'{"model": "A"}', "", 415),
+    "no type of a model": (b'{"model": ["A"]}', "application/json", 400),
+    "a long name": (b'{"model": "%s"}' % (b"x" * 10**6), "application/json", 404),
+    "an unknown name": (b'{"model": "nobody", "stream": true}', "application/json", 404),
+    "an unknown adapter": (b'{"model": "base:nobody"}', "application/json", 404),
+    "another base": (b'{"model": "gpt:A"}', "application/json", 404),
+}
+POSTED = sorted(
+    {route.path for name, route in FOUND if name in MODEL - {"retrieve_model"}}
+    | {*(f"/{verb}_lora_adapter" for verb in ("load", "unload", "reload", "pin")), "/set_internal_state"}
+    | {f"/v1/vision/{task}" for task in ("classify", "count", "detect")}
+)
+
+
+@pytest.mark.parametrize("path", POSTED)
+def test_a_wrong_body_is_one_line_on_every_route(
+    client: TestClient, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    for what, (body, kind, status) in HOSTILE.items():
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            answer = client.post(path, content=body, headers={"Content-Type": kind})
+        assert answer.status_code == status, (what, answer.text)
+        assert len(answer.text) < 1000 and "\\n" not in answer.text and ".py" not in answer.text, what
+        assert status != 404 or "A, B" in answer.text, f"{what}: the names are listed"
+        lines = [record for record in caplog.records if record.name.startswith(("vlora_sgl", "sglang"))]
+        assert len(lines) <= 1 and not any(record.exc_info for record in lines), what
+        assert status != 404 or lines, f"{what}: an operator sees wrong names"
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [("A", "A"), ("base:A", "A"), ("default: B ", "B"), ("/models/base:B", "B")]
+    + [(name, None) for name in ("base", "default", "/models/base")],
+)
+def test_whom_a_model_names(manager: Any, model: str, adapter: str | None) -> None:
+    assert adapter_named(manager, model) == adapter
+    bodies.accept({"model": model}, "/generate", manager)
+    assert NAMED.get() == adapter
+    bodies.accept({"text": "x"}, "/generate", manager)
+    assert NAMED.get() is None
+
+
+@pytest.mark.parametrize("model", ["", " ", ":", "base:", "base:C", ":A", "a", " A", "A:base", "gpt:A", "base:A:B"])
+def test_whom_no_model_names(manager: Any, model: str) -> None:
+    with pytest.raises(UnknownAdapterResponse, match="A, B"):
+        adapter_named(manager, model)
+
+
+def test_responses_leave_nothing_behind(manager: Any) -> None:
+    assert bodies.accept({"input": "x", "store": True}, "/v1/responses", manager) == {"input": "x", "store": False}
+    for wrong in ({"background": True}, {"previous_response_id": "resp_1"}, {"conversation": "c"}):
+        with pytest.raises(RequestError, match="no answers are kept"):
+            bodies.accept({"input": "x", **wrong}, "/v1/responses", manager)
+
+
+def limited(parts: list[bytes], told: int | None, most: int = 10, patience: float = 0.05) -> tuple[int, bytes]:
+    """Status, and what an application read, of a body that comes in parts; what is missing of it never comes."""
+    read = bytearray()
+
+    async def receive() -> Any:
+        if not parts:
+            await asyncio.Event().wait()
+        body = parts.pop(0)
+        return {"type": "http.request", "body": body, "more_body": body != b""}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["more_body"]:
+            read.extend(message["body"])
+
+    headers = [(b"content-type", b"application/json; charset=utf-8")]
+    headers += [] if told is None else [(b"content-length", b"%d" % told)]
+    try:
+        asyncio.run(BodyLimit(app, most, patience)({"type": "http", "headers": headers}, receive, None))
+    except bodies.HTTPException as refusal:
+        return refusal.status_code, bytes(read)
+    return 200, bytes(read)
+
+
+@pytest.mark.parametrize(
+    ("parts", "told", "expected"),
+    [
+        ([b"x" * 10, b""], 10, (200, b"x" * 10)),
+        ([b"x" * 10, b""], None, (200, b"x" * 10)),
+        ([b"x" * 6, b"x" * 5, b""], None, (413, b"x" * 6)),
+        ([b"x" * 6, b"x" * 5, b""], 6, (413, b"x" * 6)),
+        ([b"x", b""], 11, (413, b"")),
+        ([b"x"], 5, (408, b"x")),
+        ([], None, (408, b"")),
+    ],
+    ids=["as much as told", "untold", "more than allowed", "more than told", "much told", "half", "nothing"],
+)
+def test_a_body_is_bounded_whatever_is_told_of_it(parts: list[bytes], told: int | None, expected: Any) -> None:
+    assert limited(parts, told) == expected
