@@ -1,4 +1,4 @@
-"""Bounds on a request's body, kept while it comes in: its type, its bytes, whatever is told of them, and how it stalls."""
+"""Bounds on a request's body, kept while it comes in: its type, its bytes, how it stalls."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 
 
 class BodyLimit:
-    """ASGI middleware: who reads a body gets an error where it is too large (which becomes a 413), of another type than
-    JSON (415), or does not go on (408).
+    """ASGI middleware: who reads a body gets an error where it is too large (which becomes a 413), no JSON (415), or
+    does not go on (408).
 
     uvicorn buffers 64 KiB of a body that nobody reads, and throws the rest away once the request is answered.
 
