@@ -343,3 +343,31 @@ def test_a_wrong_key_sets_nothing_in_motion() -> None:
         assert (await made.post("/unload_lora_adapter", {"lora_name": "a"}, ADMIN))[0] == 200
 
     play(story, known={"a": "/a"}, keys=Keys("key", ADMIN))
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/messages", "/load_lora_adapter", "/flush_cache"])
+def test_a_body_that_is_too_large_or_no_json_reaches_no_replica(path: str) -> None:
+    wrong = {b"x" * 5000: 413, b"[" * 3000: 400, b'{"lora_name": "a", "lora_name": "b"}': 400}
+
+    async def story(made: FakeCluster) -> None:
+        headers = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json"}
+        for body, status in wrong.items():
+            if status == 400 and path == "/flush_cache":
+                continue  # passed on unread
+            async with made.client.post(made.url + path, data=body, headers=headers) as answer:
+                error = json.loads(await answer.text())["error"]
+                assert answer.status == error["code"] == status and "the body must" in error["message"]
+        assert all(not fake.bodies and not fake.orders for fake in made.fakes)
+
+    play(story, settings=Settings(patience=0.5, body=4096))
+
+
+def test_an_adapter_is_brought_for_every_route_that_takes_a_model() -> None:
+    async def story(made: FakeCluster) -> None:
+        for path in ("/v1/messages", "/v1/responses", "/v1/score", "/v1/tokenize", "/invocations"):
+            status, answer = await made.post(path, {"model": "nobody"})
+            assert status == 404 and "'nobody'; loaded: a" in answer["error"]["message"]
+            await made.client.post(made.url + path, json={"model": "base:a"})
+        assert [fake.orders for fake in made.fakes].count(["/load_lora_adapter"]) == 1
+
+    play(story, known={"a": "/a"})
