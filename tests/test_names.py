@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 from vlora_sgl import launch_cluster
-from vlora_sgl.errors import AdapterNameError, ConfigError, VLoraError, quoted
-from vlora_sgl.names import MOST_CHARS, adapters_of, check_adapter_name, check_directories, check_names, given_names
+from vlora_sgl.errors import AdapterError, AdapterNameError, ConfigError, VLoraError, quoted
+from vlora_sgl.names import (
+    MOST_CHARS,
+    adapters_of,
+    check_adapter_name,
+    check_directories,
+    check_names,
+    check_path,
+    given_names,
+)
 
 WRONG = {
     "empty": "",
@@ -52,6 +60,13 @@ def test_what_no_adapter_can_be_called(name: Any) -> None:
 )
 def test_what_adapters_may_be_called(name: str) -> None:
     assert check_adapter_name(name, ("served", "/models/base")) == name
+
+
+@pytest.mark.parametrize("path", ["", "\0", "a\nb", "x" * 5000, "a/" + "y" * 256, "é" * 128, "\ud800", None, 5, ["a"]])
+def test_what_no_directory_can_be_called(path: Any) -> None:
+    with pytest.raises(AdapterError, match="a directory must be a path") as caught:
+        check_path(path)
+    assert len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize("served", ["a:b", "", " a", "a\n", "x" * 300])

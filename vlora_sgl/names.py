@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import AdapterNameError, ConfigError, quoted
+from vlora_sgl.errors import AdapterError, AdapterNameError, ConfigError, quoted
 
 MOST_CHARS = 256
+MOST_PATH_CHARS, MOST_PART_BYTES = 4096, 255
 DEFAULT = "default"
 """The base model, by whatever name it is served."""
 
@@ -37,6 +38,19 @@ def check_adapter_name(name: object, bases: Iterable[str] = ()) -> str:
     if name in (DEFAULT, *bases):
         raise AdapterNameError(f"{quoted(name)} is the base model's name, and cannot be an adapter's")
     return name
+
+
+def check_path(path: object) -> str:
+    """The path of an adapter's directory, if a system could have it.
+
+    Raises:
+        AdapterError: says what a path must be, and what came.
+    """
+    fits = isinstance(path, str) and 0 < len(path) <= MOST_PATH_CHARS and path.isprintable()
+    if not fits or any(len(part.encode()) > MOST_PART_BYTES for part in str(path).split("/")):
+        form = f"1 to {MOST_PATH_CHARS} printable characters, {MOST_PART_BYTES} bytes a part at most"
+        raise AdapterError(f"a directory must be a path of {form}; got {quoted(path)}")
+    return str(path)
 
 
 def check_names(

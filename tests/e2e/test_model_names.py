@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
 
@@ -30,7 +31,10 @@ ROUTES: dict[str, tuple[dict[str, Any], Callable[[Any], Any] | None]] = {
         lambda a: a["output"][0]["content"][0]["text"],
     ),
     "v1/messages": ({"messages": TURNS, **GREEDY}, lambda a: a["content"][0]["text"]),
-    "v1/score": ({"query": TEXT, "items": ["1", "2"], "label_token_ids": [16, 17]}, lambda a: a["scores"]),
+    "v1/score": (
+        {"query": TEXT, "items": ["1", "2"], "label_token_ids": [16, 17]},
+        lambda a: np.array(a["scores"]).round(6),
+    ),
     "v1/messages/count_tokens": ({"messages": TURNS}, None),
     "v1/tokenize": ({"prompt": TEXT}, None),
     "v1/detokenize": ({"tokens": [16, 17]}, None),
@@ -78,7 +82,7 @@ def test_a_route_serves_the_adapter_that_its_model_names(
         assert len({str(answers[model]) for model in ("default", "A", "B")}) == 3, (
             "the adapters must change the answer"
         )
-    assert answers["A"] == answers["default:A"]
+    assert str(answers["A"]) == str(answers["default:A"])
 
 
 def test_all_routes_mean_the_same_adapter(server: Server) -> None:

@@ -48,7 +48,7 @@ def refusals(app: FastAPI) -> Iterator[Place]:
             if name in REFUSED:
                 yield Place(routes, index, _refusal(app, route, REFUSED[name]))
             elif name in OPERATORS:
-                yield Place(routes, index, _same(app, route, route.endpoint, [Depends(operator_only)]))  # type: ignore[attr-defined]
+                yield Place(routes, index, _same(app, route, route.endpoint, [Depends(operator_only)]))
 
 
 async def operator_only(request: Request) -> None:

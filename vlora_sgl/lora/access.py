@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vlora_sgl.errors import AdapterError, quoted
-
-MOST_CHARS = 4096
+from vlora_sgl.names import check_path
 
 
 def allowed_directory(path: str, roots: Iterable[str]) -> Path:
@@ -21,12 +20,8 @@ def allowed_directory(path: str, roots: Iterable[str]) -> Path:
         AdapterError: no directory of this machine, or it, or a file in it, lies outside the roots once links and
             ``..`` are resolved. The message does not tell whether an outside path exists.
     """
-    if not path or "\0" in path or len(path) > MOST_CHARS:
-        raise AdapterError(
-            f"an adapter's directory must be a path of 1 to {MOST_CHARS} characters; got {quoted(path)}"
-        )
     allowed = [Path(root).resolve() for root in roots]
-    directory = Path(path).resolve()
+    directory = Path(check_path(path)).resolve()
     inside = not allowed or any(directory.is_relative_to(root) for root in allowed)
     if not inside:
         raise AdapterError(f"{quoted(path)} does not lie below an allowed adapter root (--vlora-adapter-root)")

@@ -22,8 +22,8 @@ from vlora_sgl._sgl_types import (
     UnloadLoRAAdapterReqInput,
 )
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import AdapterError, AdapterNameError, UnknownAdapterError, listed, quoted
-from vlora_sgl.names import check_adapter_name
+from vlora_sgl.errors import AdapterError, UnknownAdapterError, listed, quoted
+from vlora_sgl.names import check_adapter_name, check_path
 from vlora_sgl.routed.spec import is_routed, member_names
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class AdapterLifecycle:
         """
         for name in names if isinstance(names, list) else [names]:
             if name is not None and name not in self.known:
-                raise UnknownAdapterResponse(name, self.known)
+                raise UnknownAdapterResponse(str(name), self.known)
 
     async def bring_in(self, names: str | Sequence[str | None] | None) -> None:
         """Bring the adapters that a request names back to memory, where they are only on disk.
@@ -187,7 +187,7 @@ class AdapterLifecycle:
 
     async def load(self, obj: LoadLoRAAdapterReqInput) -> Reply:
         """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.load_report``)."""
-        refusal = self._why_not_load(obj.lora_name)
+        refusal = self._why_not_load(obj.lora_name, obj.lora_path)
         if refusal is not None:
             return self._refused(refusal)
         async with self._lock:
@@ -209,9 +209,12 @@ class AdapterLifecycle:
 
         Raises:
             UnknownAdapterResponse: nothing of that name is loaded.
+            AdapterError: what can be no path.
         """
         async with self._lock:
             self.check_names(name)
+            if path is not None:
+                check_path(path)
             if routed := self._routed_with(name):
                 return self._refused(f"adapter {name!r} is a member of {routed}; unload that first")
             known, old = self.known[name], self.registry.get(name)
@@ -328,7 +331,7 @@ class AdapterLifecycle:
         results = await self._ask_ranks(message)
         return next((result for result in results if not result.success), results[0])
 
-    def _why_not_load(self, name: object) -> str | None:
+    def _why_not_load(self, name: object, path: object) -> str | None:
         args = self._server_args
         if not args.enable_lora:
             return "adapters are off; start the server with --enable-lora"
@@ -336,7 +339,8 @@ class AdapterLifecycle:
             return f"adapters cannot be loaded at run time with --dp-size={args.dp_size}"
         try:
             check_adapter_name(name, (self._base_name(), str(args.model_path)))
-        except AdapterNameError as error:
+            check_path(path)
+        except AdapterError as error:
             return str(error)
         return None
 
