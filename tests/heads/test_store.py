@@ -102,7 +102,7 @@ def test_wrong_weights_are_refused_by_tensor(directory: Path) -> None:
     with pytest.raises(HeadError, match="does not describe"):
         load_heads(directory, HIDDEN)
     (directory / DESCRIPTION_FILE).write_text("{")
-    with pytest.raises(HeadError, match="not JSON"):
+    with pytest.raises(HeadError, match="not readable as JSON"):
         read_description(directory)
 
 

@@ -205,7 +205,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "config_missing": (lambda d: (d / "adapter_config.json").unlink(), "no adapter_config.json"),
     "weights_missing": (lambda d: (d / WEIGHTS).unlink(), f"no {WEIGHTS}"),
     "truncated": (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-64]), "not a complete safetensors"),
-    "empty": (lambda d: (d / WEIGHTS).write_bytes(b""), "not a complete safetensors"),
+    "empty": (lambda d: (d / WEIGHTS).write_bytes(b""), "is empty"),
     "pickle": (lambda d: (d / WEIGHTS).rename(d / "adapter_model.bin"), "pickle"),
     "nan": (lambda d: retensor(d, change=lambda t: t[first(t, "B")][0].fill_(float("nan"))), "lora_B.*NaN"),
     "infinite": (lambda d: retensor(d, change=lambda t: t[first(t, "A")][0].fill_(float("inf"))), "lora_A.*infinite"),

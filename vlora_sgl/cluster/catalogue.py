@@ -9,6 +9,7 @@ from pathlib import Path
 from vlora_sgl.cluster.links import Links, Refused
 from vlora_sgl.cluster.replica import Replica
 from vlora_sgl.errors import AdapterError, UnknownAdapterError
+from vlora_sgl.files import is_there
 
 
 class Catalogue:
@@ -106,7 +107,7 @@ class Catalogue:
 def members_of(path: str, name: str) -> tuple[str, ...]:
     """A routed adapter's members, which must be loaded before it. None of what is not well-formed: the replica
     says what is wrong with it."""
-    if not (Path(path) / "vlora_routed.json").is_file():
+    if not is_there(Path(path) / "vlora_routed.json"):
         return ()
     from vlora_sgl.routed.spec import member_names  # imports torch, which the router needs for nothing else
 

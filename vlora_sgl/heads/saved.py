@@ -7,7 +7,6 @@ unless the adapter's ``vlora_adapter.json`` describes a head ``score`` with labe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import HeadError
+from vlora_sgl.errors import AdapterError, HeadError
+from vlora_sgl.files import check_regular, read_json
 
 SAVED_HEAD = "score"
 
@@ -28,13 +28,14 @@ def saved_head(directory: str | Path) -> dict[str, torch.Tensor]:
     """
     directory = Path(directory)
     try:
-        saved = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8")).get("modules_to_save")
-    except (OSError, ValueError, AttributeError):
+        saved = read_json(directory / "adapter_config.json").get("modules_to_save")
+    except (AdapterError, AttributeError):
         return {}  # whoever loads the LoRA weights reports what is wrong with this file
     if SAVED_HEAD not in (saved or ()):
         return {}
     found: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("adapter_model*.safetensors")):
+        check_regular(path, HeadError)
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import HeadError
+from vlora_sgl.files import check_regular, is_there, read_json
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.classify import ClassifyHead
 from vlora_sgl.heads.count import CountHead
@@ -91,12 +92,9 @@ def read_description(directory: str | Path) -> AdapterDescription:
         HeadError: names the file, the key, and what was expected.
     """
     path = Path(directory) / DESCRIPTION_FILE
-    if not path.is_file():
+    if not is_there(path):
         return AdapterDescription(heads=with_saved_head({}, directory))
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise HeadError(f"{path} is not JSON: {error}") from error
+    data = read_json(path, HeadError)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise HeadError(f'{path}: expected an object with "format": {FORMAT}, got {found!r}')
@@ -176,13 +174,14 @@ def load_heads(
     description = description or read_description(directory)
     path = Path(directory) / WEIGHTS_FILE
     if not description.heads:
-        if path.is_file():
+        if is_there(path):
             raise HeadError(f"{path} has weights of heads that {DESCRIPTION_FILE} does not describe")
         return {}
     tensors = {f"{SAVED_HEAD}.{part}": tensor for part, tensor in saved_head(directory).items()}
     if tensors:
         tensors.setdefault(f"{SAVED_HEAD}.bias", torch.zeros(len(tensors[f"{SAVED_HEAD}.weight"])))
-    if path.is_file() or not tensors:
+    if is_there(path) or not tensors:
+        check_regular(path, HeadError)
         try:
             tensors |= load_file(path, device="cpu")
         except (OSError, SafetensorError) as error:

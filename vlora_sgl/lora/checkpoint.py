@@ -9,7 +9,6 @@ Nothing is dropped: a tensor that cannot be honoured is an :class:`~vlora_sgl.er
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlora_sgl.errors import AdapterError
+from vlora_sgl.files import check_regular, is_there, read_json
+from vlora_sgl.lora.access import allowed_directory
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, canonical_name, is_tower, layer_of
 from vlora_sgl.lora.load_report import LoadReport, count
 from vlora_sgl.lora.peft_config import PeftLoraConfig
@@ -87,6 +88,17 @@ def read_adapter(directory: str | Path, layout: BaseLayout | None = None) -> Ada
     config = PeftLoraConfig.read(directory)
     _refuse_added_tokens(directory, layout)
     return assemble(dict(_tensors(directory)), config, str(directory), layout)
+
+
+def check_files(directory: str) -> None:
+    """Whether a directory holds an adapter's files, before anything is started for it; tensors are not read.
+
+    Raises:
+        AdapterError: it does not; the message names the file.
+    """
+    adapter = allowed_directory(directory, ())
+    PeftLoraConfig.read(adapter)
+    weight_files(adapter)
 
 
 def assemble(
@@ -250,14 +262,14 @@ def weight_files(directory: Path) -> list[Path]:
         AdapterError: there are none, a listed shard is missing, or a shard points out of the directory.
     """
     index = directory / INDEX_NAME
-    if index.is_file():
+    if is_there(index):
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        except (KeyError, AttributeError, TypeError) as error:
             raise AdapterError(f"{index}: not an index of shards: {error!r}") from None
         if any(not isinstance(n, str) or Path(n).name != n for n in names):
             raise AdapterError(f"{index}: shards must lie beside their index, got {_sample(list(map(str, names)))}")
-    elif (directory / WEIGHTS_NAME).is_file():
+    elif is_there(directory / WEIGHTS_NAME):
         names = [WEIGHTS_NAME]
     else:
         names = sorted(path.name for path in directory.glob("adapter_model-*.safetensors"))
@@ -268,10 +280,13 @@ def weight_files(directory: Path) -> list[Path]:
                 f"{directory}: {pickles[0]} is a pickle, which may carry code; only safetensors are read"
             )
         raise AdapterError(f"{directory}: no {WEIGHTS_NAME}")
-    missing = [name for name in names if not (directory / name).is_file()]
+    missing = [name for name in names if not is_there(directory / name)]
     if missing:
         raise AdapterError(f"{directory}: shard {missing[0]} is listed but missing")
-    return [directory / name for name in names]
+    paths = [directory / name for name in names]
+    for path in paths:
+        check_regular(path)
+    return paths
 
 
 def _check_tensor(key: str, tensor: torch.Tensor) -> None:
@@ -292,12 +307,12 @@ def _refuse_towers(paths: list[str]) -> None:
 def _refuse_added_tokens(directory: Path, layout: BaseLayout | None) -> None:
     """Refuses ``added_tokens.json`` with ids past the base vocabulary; copies of the base's own list are harmless."""
     path = directory / "added_tokens.json"
-    if layout is None or "embed_tokens" not in layout.shapes or not path.is_file():
+    if layout is None or "embed_tokens" not in layout.shapes or not is_there(path):
         return
+    tokens = read_json(path)
     try:
-        tokens = json.loads(path.read_text(encoding="utf-8"))
         added = [token for token, index in tokens.items() if index >= layout.shapes["embed_tokens"][1]]
-    except (ValueError, AttributeError, TypeError) as error:
+    except (AttributeError, TypeError) as error:
         raise AdapterError(f"{path}: not a table of tokens: {error}") from None
     if added:
         raise AdapterError(f"{path}: adds {len(added)} token(s) to the vocabulary, for example {_sample(added)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from peft.utils.other import get_pattern_key
 
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import AdapterError
+from vlora_sgl.files import holders_below, is_there, read_json
 from vlora_sgl.lora.layout import canonical_name
 
 CONFIG_NAME = "adapter_config.json"
@@ -74,12 +74,11 @@ class PeftLoraConfig:
             AdapterError: the file is missing, is not JSON, is not of a LoRA adapter, or asks for what we refuse.
         """
         path = directory / CONFIG_NAME
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise AdapterError(f"{directory}: no {CONFIG_NAME}, so this is not a PEFT adapter") from None
-        except (OSError, ValueError, RecursionError) as error:  # of JSON, of UTF-8, of integers of 5,000 digits
-            raise AdapterError(f"{path}: not readable as JSON: {error}") from None
+        if not is_there(path):
+            below = ", ".join(map(str, holders_below(directory, CONFIG_NAME)))
+            remedy = f"; one is in {below}" if below else ""
+            raise AdapterError(f"{directory}: no {CONFIG_NAME}, so this is not a PEFT adapter{remedy}")
+        raw = read_json(path)
         if not isinstance(raw, dict):
             raise AdapterError(f"{path}: expected a JSON object, got {type(raw).__name__}")
         return cls.from_dict(raw, str(path))

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from vlora_sgl.errors import AdapterError
+from vlora_sgl.files import check_regular, is_there, read_json
 from vlora_sgl.routed.token_router import CONTEXTS, MAX_MEMBERS, Router
 
 ROUTED_FILE, ROUTER_FILE = "vlora_routed.json", "vlora_router.safetensors"
@@ -68,7 +69,7 @@ class RoutedSpec:
 
 def is_routed(directory: str | Path) -> bool:
     """Whether a directory holds a routed adapter rather than an adapter."""
-    return (Path(directory) / ROUTED_FILE).is_file()
+    return is_there(Path(directory) / ROUTED_FILE)
 
 
 def read_routed(directory: str | Path, name: str, hidden: int, vocabulary: int) -> RoutedSpec:
@@ -82,10 +83,7 @@ def read_routed(directory: str | Path, name: str, hidden: int, vocabulary: int) 
         AdapterError: names the file and the key, what was expected and what came.
     """
     path = Path(directory) / ROUTED_FILE
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise AdapterError(f"{path} cannot be read as JSON: {error}") from error
+    data = read_json(path)
     kind = data.get("router") if isinstance(data, dict) else None
     if kind not in _KEYS or data.get("format") != FORMAT:
         raise AdapterError(f'{path}: expected "format": {FORMAT} and "router", one of {sorted(_KEYS)}, got {kind!r}')
@@ -114,7 +112,7 @@ def read_routed(directory: str | Path, name: str, hidden: int, vocabulary: int) 
 
 def member_names(directory: str | Path, name: str) -> tuple[str, ...]:
     """The members of a routed adapter loaded under ``name``, for bookkeeping; ``read_routed`` checks it."""
-    data = json.loads((Path(directory) / ROUTED_FILE).read_text(encoding="utf-8"))
+    data = read_json(Path(directory) / ROUTED_FILE)
     if data["router"] == "compositional":
         return tuple(dict.fromkeys(data["adapters"][name.rpartition("/")[2]].values()))
     return tuple(data["members"])
@@ -169,6 +167,7 @@ def _router(path: Path, hidden: int, members: int, context: str) -> Router:
     file = path.with_name(ROUTER_FILE)
     router = Router(hidden, members, context)
     wanted = {name: tuple(tensor.shape) for name, tensor in router.named_parameters()}
+    check_regular(file)
     try:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
