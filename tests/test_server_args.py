@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +15,17 @@ import pytest
 
 from vlora_sgl import defaults
 from vlora_sgl.defaults import UNSUPPORTED, refuse_unsupported
-from vlora_sgl.errors import ConfigError
+from vlora_sgl.errors import AdapterError, ConfigError
 from vlora_sgl.managers.policies import POLICIES
 from vlora_sgl.server_args import (
     ENVIRONMENT_VARIABLE,
+    NOT_ON_A_CPU,
     POLICY_NAMES,
     VLoraArgs,
     changed_while_serving,
+    fields_in,
     option_string,
+    refuse_on_a_cpu,
     split_argv,
 )
 
@@ -175,3 +182,48 @@ def test_settings_that_change_while_serving() -> None:
 def test_other_changes_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         changed_while_serving(VLoraArgs(), change)
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in NOT_ON_A_CPU])
+def test_what_a_plain_cpu_cannot_do_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag, fine = f"--{name.replace('_', '-')}", next(fine for one, fine, _ in NOT_ON_A_CPU if one == name)
+    switch = name.startswith("enable_")
+    for argv in ([flag], [flag, "--tp", "1"]) if switch else ([flag, "other"], [f"{flag}=other"]):
+        with pytest.raises(ConfigError, match=f"{flag}(=other)? does not work on a plain CPU: "):
+            refuse_on_a_cpu(fields_in(["--model-path", "m", *argv]))
+    for value in fine:
+        refuse_on_a_cpu(fields_in([flag, str(value)]))
+    value = True if switch else "other"  # by Engine, or an abbreviation
+    for plain in (True, False):
+        monkeypatch.setattr(defaults, "is_plain_cpu", lambda plain=plain: plain)
+        with pytest.raises(ConfigError, match=flag) if plain else contextlib.nullcontext():
+            refuse_unsupported(sglang_settings(**{name: value}))
+
+
+def test_settings_are_refused_before_anything_heavy_is_imported() -> None:
+    code = """
+import sys
+from vlora_sgl import launch_server
+launch_server.has_accelerator = lambda: False
+status = launch_server.main(["--model-path", "m", "--enable-hierarchical-cache"])
+assert status == 2 and not {"torch", "sglang.srt", "transformers"} & set(sys.modules), sorted(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("vlora_sgl: --enable-hierarchical-cache does not work on a plain CPU: ")
+
+
+@pytest.mark.parametrize("name", ["drain_seconds", "wait_seconds"])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_limits_are_at_least_a_second(name: str, seconds: float) -> None:
+    with pytest.raises(ConfigError, match=f"--vlora-{name.partition('_')[0]}-seconds must be 1 or more"):
+        VLoraArgs(**{name: seconds})
+
+
+def test_directories_without_adapters_are_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").mkdir()
+    path = str(tmp_path)
+    for given in ([SimpleNamespace(lora_path=path)], [{"lora_path": path}], [f"a={path}"], [path], {"a": path}):
+        with pytest.raises(AdapterError, match="is a directory, expected a file"):
+            refuse_unsupported(sglang_settings(lora_paths=given))

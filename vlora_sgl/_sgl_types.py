@@ -33,6 +33,7 @@ OURS: dict[str, frozenset[str]] = {
 class GenerateReqInput(Protocol):
     """``managers/io_struct``: a request, or a batch of them, as the front of the engine gets it."""
 
+    rid: str | list[str] | None
     text: object
     input_ids: object
     input_embeds: object

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from vlora_sgl import names
 from vlora_sgl._sgl_types import ServerArgs
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ConfigError
+from vlora_sgl.lora.checkpoint import check_files
 from vlora_sgl.lora.exported import adapter_options
 from vlora_sgl.managers.policies import policy_class
 from vlora_sgl.platforms.cpu import is_plain_cpu
-from vlora_sgl.server_args import VLoraArgs
+from vlora_sgl.server_args import NOT_ON_A_CPU, VLoraArgs, refuse_on_a_cpu
 from vlora_sgl.startup import imports
 
 # Everywhere: models that see are what this package is for; a start prints what a user needs.
@@ -84,17 +86,21 @@ UNSUPPORTED: tuple[tuple[str, object, str], ...] = (
 
 
 def refuse_unsupported(server_args: ServerArgs) -> None:
-    """Refuse, by name, the SGLang settings that would bypass us, and a policy that cannot be imported.
+    """Refuse, by name, the SGLang settings that would bypass us or cannot work here, and a policy that cannot be
+    imported.
 
     Raises:
         ConfigError: names the first such setting, its value and the reason.
         AdapterNameError: an adapter's name that it cannot have.
+        AdapterError: a directory of --lora-paths that holds no adapter.
     """
     policy_class(VLoraArgs.from_environment().policy)
     # Again: a file of settings, a flag cut short or an exported model may have brought others.
     names.check_names(
         names.adapters_of(server_args.lora_paths), server_args.served_model_name, str(server_args.model_path)
     )
+    for directory in directories_of(getattr(server_args, "lora_paths", None)):
+        check_files(directory)
     for name, fine, reason in UNSUPPORTED:
         value = getattr(server_args, name, fine)
         if value != fine and value is not None:
@@ -102,6 +108,8 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
     speculative = getattr(server_args, "speculative_algorithm", None)
     if speculative not in (None, "NGRAM"):
         raise ConfigError(f"--speculative-algorithm={speculative} is not supported with adapters: only NGRAM is")
+    if is_plain_cpu():
+        refuse_on_a_cpu({name: getattr(server_args, name, None) for name, _, _ in NOT_ON_A_CPU})
     if getattr(server_args, "grammar_backend", None) == "xgrammar" and is_plain_cpu():
         raise ConfigError(
             "--grammar-backend=xgrammar does not work on a plain CPU: its masks pin memory, and the first "
@@ -109,3 +117,17 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
         )
     if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
         raise ConfigError("SGLANG_RUST_SERVER is not supported: it serves requests without our tokenizer manager")
+
+
+def directories_of(lora_paths: Any) -> list[str]:
+    """The directories of ``--lora-paths``, in any form that SGLang takes: NAME=DIR, DIR, its object, and as a dict."""
+    if isinstance(lora_paths, dict):
+        return [str(path) for path in lora_paths.values()]
+    directories = []
+    for one in lora_paths or ():
+        if isinstance(one, str):
+            one = one.partition("=")[2] or one
+        elif isinstance(one, dict):
+            one = one.get("lora_path", "")
+        directories.append(str(getattr(one, "lora_path", one)))
+    return directories

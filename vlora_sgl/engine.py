@@ -5,6 +5,7 @@ Importing this module imports SGLang, and on a plain CPU begins the same import 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from vlora_sgl.platforms.cpu import has_accelerator
@@ -17,8 +18,13 @@ from vlora_sgl import _sgl, names, plugin
 from vlora_sgl.core import JsonDict
 from vlora_sgl.defaults import engine_defaults, refuse_unsupported, settle
 from vlora_sgl.heads.asking import ask
+from vlora_sgl.managers import leftovers
+from vlora_sgl.managers.shutdown import POLL_S, end_processes, stop_ranks
 from vlora_sgl.server_args import VLoraArgs
 from vlora_sgl.startup import imports
+
+RELEASE_S = 2.0
+"""How long schedulers may take to release what they hold, before they are killed."""
 
 quiet.silence()
 plugin.install()
@@ -54,6 +60,24 @@ class Engine(_sgl.Engine):
         settings = settle(_sgl.ServerArgs(**{**defaults, "log_level": "error", **server_args}))
         refuse_unsupported(settings)
         super().__init__(server_args=settings)
+
+    def shutdown(self) -> None:
+        """End the engine's processes, in bounded time, and remove what they leave; again, it does nothing more.
+
+        The program's other processes are not touched.
+        """
+        manager, links = self.tokenizer_manager, getattr(self, "port_args", None)
+        if manager is None or links is None or self._weight_cache_daemon_procs:
+            super().shutdown()  # it was never whole, or has processes of another kind
+            return
+        if self.send_to_rpc is not None:
+            self.send_to_rpc.close(linger=0)
+            self.send_to_rpc = None
+            ranks, deadline = stop_ranks(manager), time.monotonic() + RELEASE_S
+            while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        end_processes(self.get_all_child_pids())
+        leftovers.remove(links)
 
     def set_internal_state(self, settings: Mapping[str, float]) -> bool:
         """Change settings of the running engine: what ``POST /set_internal_state`` takes (docs/policies.md).

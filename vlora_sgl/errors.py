@@ -10,6 +10,8 @@ VLoraError                      anything of ours; catch this to catch all
 +-- RequestError (ValueError)   a request that cannot be served as asked
     +-- BodyTooLargeError       a body of more bytes than a server takes
     +-- ImageError              an image that cannot be opened, or is not opened as it is
++-- StoppingError (RuntimeError) the server has been told to stop; ask another, or again later
++-- WaitError (RuntimeError)    what a request waits for takes longer than a request may wait; it goes on
 +-- ClusterError (RuntimeError)  no replica of a cluster can take the request now; ask again later
     +-- ReplicaLostError        the replicas that were answering the request ended
 +-- MissingDependencyError (ImportError)  an optional package that this use needs; the message says how to get it
@@ -117,6 +119,27 @@ class ImageError(RequestError):
     """
 
     source: object = None
+
+
+class StoppingError(VLoraError, RuntimeError):
+    """A server that has been told to stop takes no more requests."""
+
+    http_status = 503
+
+    def __init__(self) -> None:
+        super().__init__("this server has been told to stop and takes no more requests")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class WaitError(VLoraError, RuntimeError):
+    """What was waited for has not come within ``--vlora-wait-seconds``; the message names it."""
+
+    http_status = 504
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ClusterError(VLoraError, RuntimeError):

@@ -6,15 +6,16 @@ Every SGLang flag works unchanged; ours are in a group of their own in ``--help`
 from __future__ import annotations
 
 import argparse
-import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from vlora_sgl import names
 from vlora_sgl._sgl_types import ServerArgs
 from vlora_sgl.errors import ConfigError, VLoraError
 from vlora_sgl.platforms.cpu import has_accelerator
-from vlora_sgl.server_args import VLoraArgs, split_argv
+from vlora_sgl.server_args import VLoraArgs, fields_in, refuse_on_a_cpu, split_argv
 from vlora_sgl.startup import imports, processes
 
 
@@ -29,6 +30,8 @@ def prepare(argv: Sequence[str]) -> ServerArgs:
     given = names.given_names(rest)
     names.check_names(**given)
     names.check_directories(given["adapters"])
+    if not has_accelerator():
+        refuse_on_a_cpu(fields_in(rest))
     ours.to_environment()
     imports.disable_other_models(imports.model_path_of(rest))
     if not has_accelerator():
@@ -42,8 +45,8 @@ def prepare(argv: Sequence[str]) -> ServerArgs:
     try:
         with seams.swapped("argparse.ArgumentParser.error", argparse.ArgumentParser, "error", names.Parser.error):
             server_args = settle(_sgl.prepare_server_args(flags))
-    except (ValueError, AssertionError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(" ".join(str(error).split())) from None
+    except (AssertionError, ValueError) as error:  # SGLang's refusals; ours are of these classes, too
+        raise error if isinstance(error, VLoraError) else ConfigError(" ".join(str(error).split())) from None
     refuse_unsupported(server_args)
     return server_args
 
@@ -66,12 +69,19 @@ def announce(server_args: ServerArgs) -> None:
     print(f"vlora_sgl: serving {server_args.served_model_name} on {server_args.url()} ({adapters})", flush=True)
 
 
+def stop_quietly(number: int, _: object) -> None:
+    """A signal before requests are served: end in order. Once they are, ``managers.shutdown`` has it."""
+    raise SystemExit(0)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped. Returns the process's exit status; a mistake in the settings costs one line."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print_help()
         return 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop_quietly)
     from vlora_sgl import _sgl, seams
     from vlora_sgl.seams import Stage
 
@@ -84,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seams.verify(Stage.ENGINE, "http_server")
         _sgl.http_server.launch_server(
             server_args,
-            init_tokenizer_manager_func=processes.init_tokenizer_manager,
+            init_tokenizer_manager_func=processes.init_serving_tokenizer_manager,
             run_scheduler_process_func=processes.WithEnvironment(processes.run_scheduler),
             run_detokenizer_process_func=processes.WithEnvironment(processes.run_detokenizer),
             launch_callback=lambda: announce(server_args),
@@ -94,9 +104,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     finally:
         if "sglang" in sys.modules:
-            _sgl.kill_process_tree(os.getpid(), include_parent=False)
+            from vlora_sgl.managers import leftovers, shutdown
+
+            shutdown.end_processes()
+            leftovers.remove()
     return 0
 
 
+def run() -> NoReturn:
+    """``main``, and the end of this process, which nothing that hangs can keep."""
+    try:
+        status = main()
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        status = end.code
+    if "sglang" in sys.modules:
+        from vlora_sgl.managers.shutdown import leave
+
+        leave(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

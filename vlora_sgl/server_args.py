@@ -25,6 +25,8 @@ SLOT_UNIT = 16
 """Ranks of device slots are multiples of it: what ``tl.dot`` pads a rank to, and what keeps the kernels' addresses
 aligned."""
 
+LEAST_SECONDS = 1.0
+"""Of a limit: below it, it would end what goes well."""
 MOST_IMAGE_PIXELS = 178_956_970
 """Above it Pillow refuses some formats by itself."""
 
@@ -133,6 +135,23 @@ class VLoraArgs:
         metavar="BYTES",
     )
 
+    drain_seconds: float = _flag(
+        30.0,
+        "a server that is told to stop (SIGTERM, Ctrl-C) is gone so many seconds later: requests may finish until "
+        "5 seconds before (half the time, if that is more), then they are aborted",
+        type=float,
+        metavar="SECONDS",
+    )
+
+    wait_seconds: float = _flag(
+        60.0,
+        "how long a request that loads, unloads or changes anything waits for the engine, and for requests that still "
+        "use an adapter; then it gets a 504 that says what it waited for, and what it began goes on. Ten times as "
+        "long for weights",
+        type=float,
+        metavar="SECONDS",
+    )
+
     encoder_cache_mb: int = _flag(
         100, "device memory for outputs of the image encoder, kept for images that come back", type=int, metavar="MIB"
     )
@@ -155,6 +174,10 @@ class VLoraArgs:
             )
         if self.max_body_bytes < 1024:
             raise ConfigError(f"--vlora-max-body-bytes must be at least 1024; got {self.max_body_bytes!r}")
+        for name in ("drain_seconds", "wait_seconds"):
+            if not LEAST_SECONDS <= getattr(self, name) < float("inf"):
+                flag = "--vlora-" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must be {LEAST_SECONDS:g} or more; got {getattr(self, name)!r}")
         for name in ("slot_ranks", "adapter_root", "image_host"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if any(rank <= 0 or rank % SLOT_UNIT for rank in self.slot_ranks):
@@ -251,3 +274,70 @@ def split_argv(argv: Sequence[str]) -> tuple[VLoraArgs, list[str]]:
     VLoraArgs.add_cli_args(parser)
     namespace, rest = parser.parse_known_args(argv)
     return VLoraArgs.from_cli_args(namespace), rest
+
+
+# SGLang's settings that a plain CPU cannot do: the field, the values that it can, and why not the others.
+KERNELS = "its kernels are for GPUs"
+GPU_MEMORY = "it moves what is in a GPU's memory, and there is none"
+GPU_LINKS = "it is about links between GPUs"
+NOT_ON_A_CPU: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("device", ("cpu",), "there is no other device"),
+    ("attention_backend", ("torch_native",), KERNELS),
+    ("prefill_attention_backend", ("torch_native",), KERNELS),
+    ("decode_attention_backend", ("torch_native",), KERNELS),
+    ("mm_attention_backend", ("sdpa",), KERNELS),
+    ("sampling_backend", ("pytorch",), KERNELS),
+    ("quantization", (), KERNELS),
+    ("torchao_config", ("",), KERNELS),
+    ("moe_a2a_backend", ("none",), GPU_LINKS),
+    ("cuda_graph_backend_decode", ("disabled",), "there are no CUDA graphs"),
+    ("cuda_graph_backend_prefill", ("disabled",), "there are no CUDA graphs"),
+    ("enable_hierarchical_cache", (), f"{GPU_MEMORY}; the prefix cache is in host memory as it is"),
+    ("hicache_storage_backend", (), GPU_MEMORY),
+    ("enable_lmcache", (), GPU_MEMORY),
+    ("enable_flexkv", (), GPU_MEMORY),
+    ("enable_unified_memory", (), KERNELS),
+    ("enable_hisparse", (), KERNELS),
+    ("enable_memory_saver", (), GPU_MEMORY),
+    ("enable_weights_cpu_backup", (), GPU_MEMORY),
+    ("cpu_offload_gb", (0, "0"), GPU_MEMORY),
+    ("enable_lora_overlap_loading", (), "there is no second stream to load adapters on"),
+    ("enable_two_batch_overlap", (), "there is no second stream"),
+    ("enable_single_batch_overlap", (), "there is no second stream"),
+    ("enable_pdmux", (), "there is no second stream"),
+    ("enable_deterministic_inference", (), KERNELS),
+    ("enable_fused_qk_norm_rope", (), KERNELS),
+    ("enable_nccl_nvls", (), GPU_LINKS),
+    ("enable_symm_mem", (), GPU_LINKS),
+    ("enable_torch_symm_mem", (), GPU_LINKS),
+    ("enable_mscclpp", (), GPU_LINKS),
+    ("enable_flashinfer_allreduce_fusion", (), GPU_LINKS),
+)
+
+
+def refuse_on_a_cpu(settings: Mapping[str, object]) -> None:
+    """Refuse, by name, settings of SGLang's that a plain CPU cannot do.
+
+    Args:
+        settings: by field of ``ServerArgs``; those that are left out are SGLang's or our defaults.
+
+    Raises:
+        ConfigError: names the first, its value and the reason.
+    """
+    for name, fine, reason in NOT_ON_A_CPU:
+        value = settings.get(name)
+        if value is not None and value is not False and value not in fine:
+            shown = "" if value is True else f"={value}"
+            raise ConfigError(f"--{name.replace('_', '-')}{shown} does not work on a plain CPU: {reason}")
+
+
+def fields_in(argv: Sequence[str]) -> dict[str, object]:
+    """What a command line sets, by field of ``ServerArgs``: the value that follows a flag, ``True`` if none does."""
+    found: dict[str, object] = {}
+    for position, argument in enumerate(argv):
+        if argument.startswith("--"):
+            name, separator, value = argument[2:].partition("=")
+            following = argv[position + 1 : position + 2]
+            alone = not following or following[0].startswith("--")
+            found[name.replace("-", "_")] = value if separator else True if alone else following[0]
+    return found

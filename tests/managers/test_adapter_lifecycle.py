@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from vlora_sgl import _sgl
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse
+from vlora_sgl.managers.waits import WaitResponse
+from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
 
 
 class Front:
@@ -22,9 +25,12 @@ class Front:
         )
         self.held: dict[str, str] = {}
         self.refuse = False
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.adapters = AdapterLifecycle(args, lambda: "base", {}, asyncio.Lock(), self.ask_ranks)
 
     async def ask_ranks(self, message: Any) -> list[Any]:
+        await self.answers.wait()
         if self.refuse and isinstance(message, _sgl.LoadLoRAAdapterReqInput):
             return [_sgl.LoadLoRAAdapterReqOutput(success=False, error_message="refused")]
         if isinstance(message, _sgl.LoadLoRAAdapterReqInput):
@@ -48,7 +54,7 @@ class Front:
         return request
 
     async def end(self, request: Any) -> None:
-        await self.adapters.registry.let_go(request.lora_id)
+        self.adapters.registry.let_go(request.lora_id)
 
 
 def run(scenario: Any) -> None:
@@ -61,7 +67,7 @@ def test_an_unload_waits_for_requests_and_its_name_is_gone_at_once() -> None:
         await front.load("a")
         request = await front.begin("a", None, "a")
         unloading = asyncio.create_task(front.unload("a"))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         with pytest.raises(UnknownAdapterResponse):
             await front.begin("a")
         assert (await front.load("a")).success  # another load of that name does not wait
@@ -150,3 +156,97 @@ def test_names_that_mean_something_else_are_refused(name: str) -> None:
 
     run(scenario())
     assert not run_result[0].success and run_result[0].error_message
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for a second."""
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, json.dumps({"wait_seconds": 1}))
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_an_unload_says_how_many_requests_it_waits_for_and_goes_on() -> None:
+    async def scenario() -> None:
+        front = Front()
+        await front.load("a")
+        requests = [await front.begin("a", "a"), await front.begin("a")]
+        with pytest.raises(WaitResponse, match="adapter 'a' has lost its name, and 3 requests") as told:
+            await front.unload("a")
+        assert told.value.status_code == 504
+        assert (await front.load("b")).success  # nobody else waits
+        for request in requests:
+            await front.end(request)
+        await asyncio.sleep(0.01)
+        assert list(front.held.values()) == ["/b"]
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize("change", ["load", "unload", "reload", "pin", "revive"])
+def test_an_engine_that_does_not_answer_keeps_nobody(change: str) -> None:
+    async def scenario() -> None:
+        front = Front(limit=1)
+        await front.load("old")
+        await front.load("a")  # and "old" is on disk only
+        changes = {
+            "load": lambda: front.load("b"),
+            "unload": lambda: front.unload("a"),
+            "reload": lambda: front.adapters.reload("a"),
+            "pin": lambda: front.adapters.pin("a", True),
+            "revive": lambda: front.begin("old"),
+        }
+        front.answers.clear()
+        with pytest.raises(WaitResponse, match="after 1 s"):
+            await changes[change]()
+        if change != "unload":  # which holds nobody up
+            with pytest.raises(WaitResponse, match="still under way; this was not begun"):
+                await front.load("c")
+        front.answers.set()  # what was begun is done, and what was not is not
+        await asyncio.sleep(0.01)
+        assert (await front.load("c")).success
+        assert ("b" in front.adapters.known, "a" in front.adapters.known) == (change == "load", change != "unload")
+        assert sorted(front.held.values()) == (["/a", "/c"] if change == "pin" else ["/c"])
+
+    run(scenario())
+
+
+def test_an_adapter_that_must_leave_does_not_hold_up_the_one_that_comes() -> None:
+    async def scenario() -> None:
+        front = Front(limit=1)
+        await front.load("a")
+        request = await front.begin("a")
+        assert (await front.load("b")).success
+        assert sorted(front.held.values()) == ["/a", "/b"]
+        other = await front.begin("b")  # the one that comes is there for those who name it
+        await front.end(request)
+        await asyncio.sleep(0.01)
+        assert list(front.held.values()) == ["/b"]
+        request = await front.begin("a")  # and back, while b is in use
+        await front.end(other)
+        await asyncio.sleep(0.01)
+        assert list(front.held.values()) == ["/a"]
+        await front.end(request)
+
+    run(scenario())
+
+
+def test_a_request_is_counted_once_whatever_sglang_releases() -> None:
+    async def scenario() -> None:
+        front = Front()
+        await front.load("a")
+        registry = front.adapters.registry
+        first, second = await front.begin("a", None), await front.begin("a")
+        for _ in range(3):  # rows that finish, and SGLang's way out of a row that was aborted
+            await registry.release(second.lora_id)
+        assert registry.users(second.lora_id[0]) == 2
+        with pytest.raises(UnknownAdapterResponse):
+            await registry.acquire(["a", "nobody"])  # the first of them is not counted either
+        cancelled = asyncio.create_task(front.begin("a"))
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        for request in (first, second, second):
+            await front.end(request)
+        assert registry.users(second.lora_id[0]) == 0
+
+    run(scenario())

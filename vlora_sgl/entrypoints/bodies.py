@@ -16,6 +16,7 @@ from starlette.middleware import Middleware
 from vlora_sgl import _sgl, seams
 from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.entrypoints.body_limit import BodyLimit
+from vlora_sgl.entrypoints.stopping import RefuseWhileStopping
 from vlora_sgl.entrypoints.stream_errors import StreamErrors
 from vlora_sgl.errors import RequestError, VLoraError, quoted
 from vlora_sgl.managers.model_names import NAMED, adapter_named
@@ -130,7 +131,8 @@ def mount(app: FastAPI) -> None:
     shown.append(Place(handlers, RequestValidationError, invalid))
     seams.place("http_server.app.exception_handlers", shown)
     limit = Middleware(BodyLimit, most=VLoraArgs.from_environment().max_body_bytes)
-    around = [Place(app.user_middleware, None, one) for one in (Middleware(StreamErrors), limit)]
+    outermost_first = (Middleware(RefuseWhileStopping), Middleware(StreamErrors), limit)
+    around = [Place(app.user_middleware, None, one) for one in outermost_first]
     seams.place("http_server.app.user_middleware", around)
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from fastapi import HTTPException
 
@@ -23,6 +25,7 @@ from vlora_sgl._sgl_types import (
 )
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import AdapterError, UnknownAdapterError, listed, quoted
+from vlora_sgl.managers.waits import Turns, behind, limit_of, within
 from vlora_sgl.names import check_adapter_name, check_path
 from vlora_sgl.routed.spec import is_routed, member_names
 
@@ -68,6 +71,7 @@ class LoadReply:
 
 
 Reply = LoadLoRAAdapterReqOutput | LoadReply
+T = TypeVar("T")
 
 
 class AdapterRegistry(_sgl.LoRARegistry):
@@ -76,23 +80,51 @@ class AdapterRegistry(_sgl.LoRARegistry):
     SGLang 0.5.17 counts a user per row on entry and takes one off per finished row. Requests that are refused after
     their names were resolved, or aborted in the queue, are never taken off, and ``n > 1`` takes off one too many; an
     unload of such an adapter waits for ever, and every load behind it. Here a request gives back what it took, once,
-    when it ends (``let_go``).
+    when it ends (``let_go``). Counting awaits nothing, so that no request can be cancelled between two counts.
     """
 
-    async def release(self, lora_id: object) -> None:
-        """Called by SGLang per finished row: nothing to do."""
+    def __init__(self, lora_paths: list[LoRARef] | None = None) -> None:
+        self._users: Counter[str] = Counter()
+        self._idle: dict[str, asyncio.Event] = {}
+        super().__init__(lora_paths)
 
-    async def let_go(self, lora_id: str | Sequence[str | None] | None) -> None:
+    async def acquire(self, lora_name: str | Sequence[str | None]) -> str | list[str | None]:
+        """SGLang's ids of names, whose users the caller is one of until it calls ``let_go``."""
+        names: Sequence[str | None] = [lora_name] if isinstance(lora_name, str) else lora_name
+        ids = [None if name is None else self._looked_up(name) for name in names]
+        self._users.update(one for one in ids if one is not None)
+        return str(ids[0]) if isinstance(lora_name, str) else ids
+
+    def _looked_up(self, name: str) -> str:
+        ref = self._registry.get(name)
+        if ref is None:
+            raise UnknownAdapterResponse(name, self._registry)
+        self._registry.move_to_end(name)  # SGLang's order of last use
+        return ref.lora_id
+
+    async def release(self, lora_id: object) -> None:
+        """Called by SGLang per finished row, and on some of its ways out: nothing to do."""
+
+    def let_go(self, lora_id: str | Sequence[str | None] | None) -> None:
         """Give back what ``acquire`` counted for a request."""
         for one in [lora_id] if lora_id is None or isinstance(lora_id, str) else lora_id:
-            counter = self._counters.get(one)
-            if counter is not None:
-                await counter.decrement()
+            if one is None or not self._users[one]:
+                continue
+            self._users[one] -= 1
+            if not self._users[one]:
+                del self._users[one]
+                if one in self._idle:
+                    self._idle.pop(one).set()
+
+    async def wait_for_unload(self, lora_id: str) -> None:
+        """Wait until an adapter that has lost its name has no users."""
+        if self._users[lora_id]:
+            await self._idle.setdefault(lora_id, asyncio.Event()).wait()
+        self._counters.pop(lora_id, None)
 
     def users(self, lora_id: str) -> int:
         """Rows of requests that use this adapter now."""
-        counter = self._counters.get(lora_id)
-        return 0 if counter is None else counter.value()
+        return self._users[lora_id]
 
     def get(self, name: str) -> LoRARef | None:
         """The adapter of that name in memory, or ``None``."""
@@ -144,7 +176,7 @@ class AdapterLifecycle:
         self.known, self.registry = known, AdapterRegistry(server_args.lora_paths)
         self._server_args, self._base_name, self._lock, self._ask_ranks = server_args, base_name, lock, ask_ranks
         self._routed_members: dict[str, tuple[str, ...]] = {}
-        self._retiring: set[asyncio.Task[object]] = set()
+        self._turns = Turns(lock)
         for ref in known.values():
             self._note_routed(ref)
 
@@ -172,12 +204,7 @@ class AdapterLifecycle:
                 await self._revive(name)
 
     async def _revive(self, name: str) -> None:
-        async with self._lock:
-            if self.registry.get(name) is not None:
-                return  # another request was first
-            self.check_names(name)
-            ref = self.known[name]
-            result = await self._load(name, ref.lora_path, bool(ref.pinned))
+        result = await self._in_turn(f"the return of adapter {name!r} from disk", lambda: self._load_known(name))
         if not result.success:
             raise AdapterError(
                 f"adapter {name!r} was put out to disk and cannot be read again: {result.error_message}"
@@ -186,16 +213,17 @@ class AdapterLifecycle:
     # Lives
 
     async def load(self, obj: LoadLoRAAdapterReqInput) -> Reply:
-        """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.load_report``)."""
+        """Load an adapter; the reply of a success says what matched (see ``vlora_sgl.lora.load_report``).
+
+        Raises:
+            WaitResponse: the engine takes longer than a request waits. The adapter is loaded when it is done. So for
+                all that follow.
+        """
         refusal = self._why_not_load(obj.lora_name, obj.lora_path)
         if refusal is not None:
+            logger.warning("adapter %r was refused: %s", obj.lora_name, refusal)
             return self._refused(refusal)
-        async with self._lock:
-            if obj.lora_name in self.known:
-                return self._refused(
-                    f"adapter {obj.lora_name!r} is loaded already; /reload_lora_adapter puts another in its place"
-                )
-            return _reply(await self._load(obj.lora_name, obj.lora_path, bool(obj.pinned)))
+        return _reply(await self._in_turn(f"the load of adapter {obj.lora_name!r}", lambda: self._load_new(obj)))
 
     def refuse_tensors(self) -> Reply:
         """The reply to a load of an adapter that arrives as pickled tensors."""
@@ -209,37 +237,26 @@ class AdapterLifecycle:
 
         Raises:
             UnknownAdapterResponse: nothing of that name is loaded.
-            AdapterError: what can be no path.
         """
-        async with self._lock:
-            self.check_names(name)
-            if path is not None:
-                check_path(path)
-            if routed := self._routed_with(name):
-                return self._refused(f"adapter {name!r} is a member of {routed}; unload that first")
-            known, old = self.known[name], self.registry.get(name)
-            pinned = bool(known.pinned)
-            # The old one holds the pin until it is gone.
-            result = await self._load(name, path or known.lora_path, pinned and old is None)
-        if result.success and old is not None:
-            task = asyncio.create_task(self._retire(old, repin=name if pinned else None))
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
-        return _reply(result)
+        if path is not None and (refusal := _why_no_path(path)) is not None:
+            logger.warning("adapter %r was refused: %s", name, refusal)
+            return self._refused(refusal)
+        return _reply(await self._in_turn(f"the reload of adapter {name!r}", lambda: self._replace(name, path)))
 
     async def unload(self, obj: UnloadLoRAAdapterReqInput) -> Reply:
         """Unload an adapter for good: its name is unknown at once, its memory free when its last request has ended."""
-        async with self._lock:
-            if routed := self._routed_with(obj.lora_name):
-                return self._refused(f"adapter {obj.lora_name!r} is a member of {routed}; unload that first")
-            known, ref = self.known.pop(obj.lora_name, None), self.registry.get(obj.lora_name)
-            self._routed_members.pop(obj.lora_name, None)
-            if known is None:
-                return self._refused(str(UnknownAdapterError(str(obj.lora_name), self.known)))
-            if ref is None:  # on disk only
-                return _sgl.LoadLoRAAdapterReqOutput(success=True, loaded_adapters=self._loaded())
-            self.registry.take(obj.lora_name)
-        return await self._retire(ref)
+        name = obj.lora_name
+        taken = await self._in_turn(f"the unload of adapter {name!r}", lambda: self._take_name(name))
+        if isinstance(taken, _sgl.LoadLoRAAdapterReqOutput):
+            return cast(LoadLoRAAdapterReqOutput, taken)
+        ref = cast(LoRARef, taken)
+
+        def why() -> str:
+            users = self.registry.users(ref.lora_id)
+            waits_for = f"{users} requests that use it have not ended" if users else "the engine has not answered"
+            return f"adapter {name!r} has lost its name, and {waits_for}; then its memory is free"
+
+        return await within(limit_of(), why, behind(self._retire(ref)))
 
     async def pin(self, name: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
         """Let an adapter keep its device slot, or no longer.
@@ -250,11 +267,7 @@ class AdapterLifecycle:
         self.check_names(name)
         if name in self._routed_members:
             return self._refused("a routed adapter has no slot of its own; pin its members")
-        if self.registry.get(name) is None:
-            await self._revive(name)
-        async with self._lock:
-            self.check_names(name)
-            return await self._pin(name, pinned)
+        return await self._in_turn(f"the pin of adapter {name!r}", lambda: self._pin_known(name, pinned))
 
     def listed(self, held: Mapping[str, JsonDict]) -> list[JsonDict]:
         """Every loaded adapter: where its nearest copy is, what it is, who uses it.
@@ -281,6 +294,48 @@ class AdapterLifecycle:
 
     # Steps of them; each but the last under the lock
 
+    async def _in_turn(self, doing: str, work: Callable[[], Awaitable[T]]) -> T:
+        return await self._turns.take(doing, work, limit_of())
+
+    async def _load_new(self, obj: LoadLoRAAdapterReqInput) -> LoadLoRAAdapterReqOutput:
+        if obj.lora_name in self.known:
+            return self._refused(
+                f"adapter {obj.lora_name!r} is loaded already; /reload_lora_adapter puts another in its place"
+            )
+        return await self._load(obj.lora_name, obj.lora_path, bool(obj.pinned))
+
+    async def _load_known(self, name: str) -> LoadLoRAAdapterReqOutput:
+        if self.registry.get(name) is not None:  # another request was first
+            return _sgl.LoadLoRAAdapterReqOutput(success=True, loaded_adapters=self._loaded())
+        self.check_names(name)
+        ref = self.known[name]
+        return await self._load(name, ref.lora_path, bool(ref.pinned))
+
+    async def _replace(self, name: str, path: str | None) -> LoadLoRAAdapterReqOutput:
+        self.check_names(name)
+        if routed := self._routed_with(name):
+            return self._refused(f"adapter {name!r} is a member of {routed}; unload that first")
+        known, old = self.known[name], self.registry.get(name)
+        pinned = bool(known.pinned)
+        # The old one holds the pin until it is gone.
+        result = await self._load(name, path or known.lora_path, pinned and old is None)
+        if result.success and old is not None:
+            behind(self._retire(old, repin=name if pinned else None))
+        return result
+
+    async def _take_name(self, name: str) -> LoRARef | LoadLoRAAdapterReqOutput:
+        """The adapter that has lost its name, or the reply where that is all."""
+        if routed := self._routed_with(name):
+            return self._refused(f"adapter {name!r} is a member of {routed}; unload that first")
+        known, ref = self.known.pop(name, None), self.registry.get(name)
+        self._routed_members.pop(name, None)
+        if known is None:
+            return self._refused(str(UnknownAdapterError(str(name), self.known)))
+        if ref is None:  # on disk only
+            return _sgl.LoadLoRAAdapterReqOutput(success=True, loaded_adapters=self._loaded())
+        self.registry.take(name)
+        return ref
+
     async def _load(self, name: str, path: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
         ref = _sgl.LoRARef(lora_name=name, lora_path=path, pinned=pinned)
         result = await self._tell_engine(
@@ -290,18 +345,25 @@ class AdapterLifecycle:
             self.registry.put(ref)
             self.known[name] = ref
             self._note_routed(ref)
-            await self._make_room()
+            await self._make_room(name)
         result.loaded_adapters = self._loaded()
         return result
 
-    async def _make_room(self) -> None:
+    async def _make_room(self, newcomer: str) -> None:
         limit = self._server_args.max_loaded_loras
+        keep = {newcomer, *(one for some in self._routed_members.values() for one in some)}
         while limit is not None and self.registry.num_registered_loras > limit:
-            ref = self.registry.least_needed(keep={one for some in self._routed_members.values() for one in some})
+            ref = self.registry.least_needed(keep)
             if ref is None:
                 return
             self.registry.take(ref.lora_name)
-            await self._retire(ref)
+            retired = behind(self._retire(ref))
+            if not self.registry.users(ref.lora_id):  # else the load need not wait for somebody's request
+                await retired
+
+    async def _pin_known(self, name: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
+        loaded = await self._load_known(name)
+        return await self._pin(name, pinned) if loaded.success else loaded
 
     async def _pin(self, name: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
         old = self.registry.get(name)
@@ -359,6 +421,15 @@ class AdapterLifecycle:
     def _refused(self, reason: str) -> LoadLoRAAdapterReqOutput:
         logger.warning("adapters: %s", reason)
         return _sgl.LoadLoRAAdapterReqOutput(success=False, error_message=reason, loaded_adapters=self._loaded())
+
+
+def _why_no_path(path: object) -> str | None:
+    """Why a directory cannot even be asked for; the message to the engine could not carry some of them."""
+    try:
+        check_path(path)
+    except AdapterError as error:
+        return str(error)
+    return None
 
 
 def _reply(result: LoadLoRAAdapterReqOutput) -> Reply:

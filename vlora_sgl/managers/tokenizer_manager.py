@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+import signal
+import threading
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from http import HTTPStatus
 from typing import Any
 
 import torch
+from fastapi import BackgroundTasks
 
 from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import (
@@ -27,12 +30,17 @@ from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, Reply
 from vlora_sgl.managers.admission import Limits, RequestGate
 from vlora_sgl.managers.ended_requests import LingeringStates
 from vlora_sgl.managers.model_names import NAMED
+from vlora_sgl.managers.shutdown import Shutdown
+from vlora_sgl.managers.waits import behind, limit_of, within
 from vlora_sgl.multimodal.opening import naming_images
 from vlora_sgl.request import show
 from vlora_sgl.seams import Stage
 from vlora_sgl.server_args import VLoraArgs
 
 logger = logging.getLogger(__name__)
+
+ABORT_AFTER_S = 2.0
+"""After the end of a stream, as in SGLang."""
 
 
 class VLoraTokenizerManager(_sgl.TokenizerManager):
@@ -41,9 +49,11 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
     Attributes:
         adapters: which adapters there are, in memory and on disk.
         gate: what every request has to pass.
+        shutdown: the end of a server that is told to stop.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
+        self.shutdown = Shutdown(self, VLoraArgs.from_environment().drain_seconds)
         super().__init__(*args, **kwargs)
         seams.own("TokenizerManager.rid_to_state", self, LingeringStates())
         limits, context = VLoraArgs.from_environment(), self.context_len
@@ -70,6 +80,33 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         for state in states:
             state["vlora"]["seams"] = seams.report(state["vlora"]["seams"])
         return states
+
+    # It begins, and ends
+
+    def auto_create_handle_loop(self) -> None:
+        """SGLang's, which begins to listen to the engine and to signals; what a signal does is ours."""
+        if self.event_loop is not None:
+            return
+        before = signal.getsignal(signal.SIGTERM)
+        super().auto_create_handle_loop()
+        if threading.current_thread() is threading.main_thread():
+            self.shutdown.listen(asyncio.get_event_loop(), before)
+
+    def create_abort_task(self, obj: GenerateReqInput) -> BackgroundTasks:
+        """SGLang's, for a stream whose client may have left, which does not keep a server from stopping."""
+
+        async def abort() -> None:
+            await self.shutdown.asked_within(ABORT_AFTER_S)
+            for rid in [obj.rid] if isinstance(obj.rid, str) else obj.rid or []:
+                self.abort_request(rid)
+
+        tasks = BackgroundTasks()
+        tasks.add_task(abort)
+        return tasks
+
+    async def sigterm_watchdog(self) -> None:
+        """Wait for the signal to stop, and stop (see ``Shutdown``)."""
+        await self.shutdown.run()
 
     # A request comes
 
@@ -126,7 +163,9 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
 
         Raises:
             RequestError: a field of the request is not what it must be.
+            StoppingResponse: the server has been told to stop.
         """
+        self.shutdown.check()
         if obj.lora_path is None:
             obj.lora_path = NAMED.get()
         self.gate.check(obj)
@@ -139,7 +178,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
                 yield out
         finally:
             await answers.aclose()
-            await self.adapters.registry.let_go(obj.lora_id)
+            self.adapters.registry.let_go(obj.lora_id)
 
     # An answer comes
 
@@ -154,6 +193,23 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
             for rid in recv_obj.rids:
                 self._handle_abort_req(_sgl.AbortReq(rid=rid, finished_reason=reason))
 
+    # Others ask and change
+
+    async def open_session(self, obj: object, request: object = None) -> Any:
+        """SGLang's, within ``--vlora-wait-seconds``."""
+        return await self._within("the opening of a session", super().open_session(obj, request))
+
+    async def pause_generation(self, obj: object) -> None:
+        """SGLang's, which may wait for all requests to end, within ``--vlora-wait-seconds``."""
+        await self._within("the pause", super().pause_generation(obj))
+
+    async def _wait_for_model_update_from_disk(self, obj: object) -> Any:
+        """SGLang's, within ten times ``--vlora-wait-seconds``."""
+        return await self._within("the update of weights", super()._wait_for_model_update_from_disk(obj), obj)
+
+    async def _within(self, doing: str, work: Coroutine[Any, Any, Any], message: object = None) -> Any:
+        return await within(limit_of(message), lambda: f"{doing} is still under way", behind(work))
+
     # Adapters come and go
 
     def init_lora(self) -> None:
@@ -167,7 +223,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
 
     async def _ask_ranks(self, message: object) -> list[LoadLoRAAdapterReqOutput]:
         self.auto_create_handle_loop()
-        return list(await self.update_lora_adapter_communicator(message))
+        return list(await self.update_lora_adapter_communicator.to_the_end(message))
 
     async def load_lora_adapter(self, obj: LoadLoRAAdapterReqInput, _: object = None) -> Reply:
         """Load an adapter (see ``AdapterLifecycle.load``)."""

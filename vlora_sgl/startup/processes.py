@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
 from vlora_sgl._sgl_types import ServerArgs
 from vlora_sgl.core import JsonDict
@@ -70,16 +71,29 @@ def use_start_method(original: Callable[[ServerArgs], None], server_args: Server
     original(server_args)
     if _start_method is not None:
         multiprocessing.set_start_method(_start_method, force=True)
+    # One for all processes, whatever their start method: a segment that one makes and another removes is no leak.
+    resource_tracker.ensure_running()
 
 
 def pass_failures_on() -> None:
     """In the fork server: a child that fails signals its parent with SIGQUIT; the engine's main process wants it."""
     signal.signal(signal.SIGQUIT, lambda number, frame: os.kill(os.getppid(), number))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def leave_signals_to_the_main_process() -> None:
+    """In a process of the engine: what tells a whole group to stop (Ctrl-C, a service manager) tells the main process.
+
+    It lets requests finish, for which it needs this one. If it is killed, the kernel ends this one.
+    """
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def run_scheduler(*args: object, **kwargs: object) -> None:
     """The scheduler process: ours in place, checked, then SGLang's entry."""
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    leave_signals_to_the_main_process()
     try:
         import_engine()
         from vlora_sgl import _sgl, plugin
@@ -92,7 +106,7 @@ def run_scheduler(*args: object, **kwargs: object) -> None:
 
 def run_detokenizer(*args: object, **kwargs: object) -> None:
     """The detokenizer process. Nothing of ours runs in it, but it must be the SGLang we know."""
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    leave_signals_to_the_main_process()
     quiet.silence()
     from vlora_sgl import _sgl
 
@@ -102,12 +116,19 @@ def run_detokenizer(*args: object, **kwargs: object) -> None:
 
 def init_tokenizer_manager(
     server_args: ServerArgs, port_args: object, TokenizerManagerClass: type | None = None
-) -> object:
+) -> Any:
     """The tokenizer manager and the templates, in the main process."""
     from vlora_sgl import _sgl, plugin
 
     plugin.verify()
     return _sgl.init_tokenizer_manager(server_args, port_args, TokenizerManagerClass)
+
+
+def init_serving_tokenizer_manager(*args: Any, **kwargs: Any) -> Any:
+    """The same, of a server that is all that its process does."""
+    manager, templates = init_tokenizer_manager(*args, **kwargs)
+    manager.shutdown.ends_process = True
+    return manager, templates
 
 
 def import_engine() -> None:
