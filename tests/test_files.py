@@ -130,8 +130,8 @@ def test_a_file_that_is_exchanged_for_a_fifo_does_not_block(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("/tmp/" + "a" * 300, "a part of it has 300 bytes"),
-        ("ü" * 200, "a part of it has 400 bytes"),
+        ("/tmp/" + "a" * 300, "must be a path"),
+        ("ü" * 200, "must be a path"),
         ("/".join(["a" * 200] * 40), "names no directory|is not a directory|must be a path"),
         ("a\0b", "must be a path"),
         ("\ud800", "must be a path"),

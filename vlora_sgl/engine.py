@@ -70,9 +70,9 @@ class Engine(_sgl.Engine):
         if manager is None or links is None or self._weight_cache_daemon_procs:
             super().shutdown()  # it was never whole, or has processes of another kind
             return
-        if self.send_to_rpc is not None:
-            self.send_to_rpc.close(linger=0)
-            self.send_to_rpc = None
+        link, self.send_to_rpc = getattr(self, "send_to_rpc", None), None
+        if link is not None:
+            link.close(linger=0)
             ranks, deadline = stop_ranks(manager), time.monotonic() + RELEASE_S
             while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
                 time.sleep(POLL_S)

@@ -23,6 +23,8 @@ from vlora_sgl.platforms.cpu import has_accelerator
 from vlora_sgl.server_args import VLoraArgs, split_argv
 
 ROUTINGS = ("affinity", "round_robin", "random")
+LAST_WORDS_S = 2.0
+"""When the replicas have ended: how long connections may take to close."""
 BASE_SLOTS, DEFAULT_SLOTS = 1, 8
 """Of the slots that SGLang counts (``--max-loras-per-batch``, 8 by default), one is the base model's."""
 
@@ -59,6 +61,14 @@ class ClusterArgs(argparse.Namespace):
     def slots(self) -> int:
         """Device slots for adapters on each replica."""
         return int(self.value_of("--max-loras-per-batch") or DEFAULT_SLOTS) - BASE_SLOTS
+
+    @property
+    def drain(self) -> float:
+        """Seconds that each replica has to end when it is told to stop; one that it refuses counts as none."""
+        try:
+            return float(self.value_of("--vlora-drain-seconds") or VLoraArgs.drain_seconds)
+        except ValueError:
+            return 0.0
 
     @property
     def ranks(self) -> int:
@@ -223,11 +233,25 @@ async def run(args: ClusterArgs) -> None:
             command = [sys.executable, "-m", "vlora_sgl.launch_server", *args.server, "--port", port]
             environment = environment_of(devices[replica.number], args.replicas)
             log = args.log_dir / f"replica-{replica.number}.log" if args.log_dir else None
-        supervisors.append(Supervisor(replica, session, router.ready, args.health_interval, command, environment, log))
+        watched = (replica, session, router.ready, args.health_interval)
+        supervisors.append(Supervisor(*watched, command, environment, log, args.drain))
     stop = asyncio.Event()
+
+    def told_to_stop() -> None:
+        """The first time, end in order; then have the replicas abort what still runs."""
+        for supervisor in supervisors if stop.is_set() else ():
+            supervisor.hurry()
+        router.stop()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = web.AppRunner(router.application(AdapterRoutes(router).mount), handler_cancellation=True, access_log=None)
+        asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
+    runner = web.AppRunner(
+        router.application(AdapterRoutes(router).mount),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=LAST_WORDS_S,
+    )
     await runner.setup()
     watches = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
     try:

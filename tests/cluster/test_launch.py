@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from vlora_sgl import launch_cluster
@@ -124,3 +126,57 @@ def test_a_server_that_refuses_its_settings_is_not_started_again() -> None:
             await task
 
     asyncio.run(watched([sys.executable, "-c", "raise SystemExit(2)"], story, port))
+
+
+DRAINS = """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def end(*_):
+    time.sleep(0.5)  # requests end, for which it needs its child
+    print("child lives" if child.poll() is None else "child is gone", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_replica_ends_its_requests_before_it_ends(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+
+    async def scenario() -> int | None:
+        async def ready(replica: Replica) -> None:
+            replica.begin({})
+
+        async with asyncio.timeout(30), aiohttp.ClientSession() as session:
+            replica = Replica(0, f"http://127.0.0.1:{port}", 8)
+            command = [sys.executable, "-c", DRAINS, str(port)]
+            supervisor = Supervisor(replica, session, ready, 0.2, command, dict(os.environ), tmp_path / "log", 20)
+            task = asyncio.create_task(supervisor.run())
+            while not replica.serving:
+                await asyncio.sleep(0.02)
+            process = supervisor.process
+            assert process is not None
+            (child,) = psutil.Process(process.pid).children()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert not replica.serving
+            with contextlib.suppress(psutil.NoSuchProcess):
+                while child.status() != psutil.STATUS_ZOMBIE:  # killed, and fetched by nobody
+                    await asyncio.sleep(0.05)
+            return process.returncode
+
+    assert asyncio.run(scenario()) == 0
+    assert (tmp_path / "log").read_text() == "child lives\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds"),
+    [([], 30.0), (["--vlora-drain-seconds", "7"], 7.0), (["--vlora-drain-seconds=x"], 0.0)],
+)
+def test_replicas_have_as_long_to_end_as_they_take(flags: list[str], seconds: float) -> None:
+    assert parse(["--model-path", "m", *flags]).drain == seconds

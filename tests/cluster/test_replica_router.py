@@ -371,3 +371,27 @@ def test_an_adapter_is_brought_for_every_route_that_takes_a_model() -> None:
         assert [fake.orders for fake in made.fakes].count(["/load_lora_adapter"]) == 1
 
     play(story, known={"a": "/a"})
+
+
+def test_a_cluster_that_stops_refuses_who_comes_and_who_waits_and_answers_who_runs() -> None:
+    async def story(made: FakeCluster) -> None:
+        for fake in made.fakes:
+            fake.hold.clear()
+        running = [asyncio.create_task(made.ask(stream=False)) for _ in range(2)]
+        await until(lambda: all(fake.bodies for fake in made.fakes))
+        waiting = asyncio.create_task(made.ask())
+        await until(lambda: any(view.waiting for view in made.router.replicas))
+        made.router.stop()
+        for view in made.router.replicas:
+            view.end()  # as their supervisors do
+        for path in ("/generate", "/v1/chat/completions", "/load_lora_adapter", "/no/such/route"):
+            status, body = await made.post(path, {"text": "x"}, key=ADMIN)
+            assert (status, body["error"]["type"]) == (503, "StoppingError")
+        async with made.client.get(f"{made.url}/health") as answer:
+            assert answer.status == 503
+        assert (await waiting)[0] == 503
+        for fake in made.fakes:
+            fake.hold.set()
+        assert [(await one)[0] for one in running] == [200, 200]
+
+    play(story, limit=1, routing=RoundRobin())

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,20 @@ def test_a_killed_replica_takes_no_request_with_it_and_comes_back(cluster: Runni
     # On the replica that came back, too: A is in its flags.
     assert cluster.generate("A", url=holder["url"]).status_code == 404
     assert cluster.generate("B").json()["text"] == expected["B"]
+
+
+@pytest.mark.timeout(120)
+def test_a_cluster_that_is_told_to_stop_lets_requests_end(cluster: RunningCluster) -> None:
+    """The last test: nothing serves after it."""
+    processes = psutil.Process(cluster.process.pid).children(recursive=True)
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(cluster.generate, None, "one " * n) for n in range(1, 5)]
+        time.sleep(0.1)
+        cluster.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        late = requests.post(f"{cluster.url}/generate", json={"text": "x"}, timeout=10)
+        assert (late.status_code, late.json()["error"]["type"]) == (503, "StoppingError")
+        assert {one.result().status_code for one in running} == {200}
+    assert cluster.process.wait(60) == 0
+    time.sleep(0.5)
+    assert not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

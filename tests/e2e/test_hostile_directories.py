@@ -46,7 +46,7 @@ def test_files_that_are_none(server: Server, tmp_path: Path, file: str) -> None:
     assert "hostile" not in requests.get(f"{server.url}/lora_adapters", timeout=30).text
 
 
-@pytest.mark.parametrize("path", ["a" * 300, "a/" * 3000, "a\0b", "\ud800", "~", "loop", "outer"])
+@pytest.mark.parametrize("path", ["a" * 300, "a/" * 3000, "a\0b", "~", "loop", "outer"])
 def test_paths_that_name_no_adapter(server: Server, tmp_path: Path, path: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
     shutil.copytree(server.model.adapters["A"], tmp_path / "outer" / "inner")
@@ -57,14 +57,15 @@ def test_paths_that_name_no_adapter(server: Server, tmp_path: Path, path: str) -
 
 def test_every_way_out_of_a_request_gives_its_adapter_back_once(server: Server) -> None:
     long = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
-    for path, body in {
+    ways: dict[str, dict[str, Any]] = {
         "refused by its grammar": {"text": "x", "sampling_params": {"regex": "("}},
         "refused for its length": {"text": "cat " * 4000},
         "several answers": {"text": "x", "sampling_params": {"max_new_tokens": 2, "n": 3}},
         "a batch": {"text": ["x", "y"], "sampling_params": {"max_new_tokens": 2}},
-    }.items():
+    }
+    for way, body in ways.items():
         requests.post(f"{server.url}/generate", json={"lora_path": "A", **body}, timeout=60)
-        assert phases.users_left(server) == {}, path
+        assert phases.users_left(server) == {}, way
 
     def ask(**body: Any) -> int:
         return requests.post(

@@ -19,6 +19,8 @@ import requests
 
 from tests.conftest import Server, TinyModel, serve
 
+pytestmark = pytest.mark.e2e
+
 LIMIT_S = 14
 LONG = {"temperature": 0, "max_new_tokens": 12000, "ignore_eos": True}
 ROUTES = {

@@ -23,7 +23,7 @@ from vlora_sgl.cluster.placement import Routing
 from vlora_sgl.cluster.replica import Replica, ReplicaGone
 from vlora_sgl.cluster.routing_keys import read
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import BodyTooLargeError, ClusterError, ReplicaLostError, VLoraError
+from vlora_sgl.errors import BodyTooLargeError, ClusterError, ReplicaLostError, StoppingError, VLoraError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -93,12 +93,14 @@ class Router:
         self.catalogue = Catalogue(links, known or {})
         self.on_trouble = on_trouble
         self.sent_again = self.lost = 0
+        self._stopping = False
         self._patient = 0  # requests that wait for any replica to serve
         self._change = asyncio.Event()
 
     def application(self, mount: Callable[[web.Application], None]) -> web.Application:
         """The routes; ``mount`` adds the adapters' (``AdapterRoutes.mount``)."""
-        app = web.Application(client_max_size=self.settings.body, middlewares=[_errors, self.check_key])
+        around = [_errors, self.check_key, self.refuse_at_the_end]
+        app = web.Application(client_max_size=self.settings.body, middlewares=around)
         for paths, handler in ((ROUTED, self.serve), (ANY, self.ask_any), (ALL, self.tell_all)):
             for path in paths:
                 app.router.add_route("*", path, handler)
@@ -118,6 +120,19 @@ class Router:
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not secrets.compare_digest(token.encode(), key.encode()):
                 return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    def stop(self) -> None:
+        """Take no more requests, and send none that wait; those that replicas have go on."""
+        self._stopping = True
+        self._change.set()
+
+    @web.middleware
+    async def refuse_at_the_end(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A cluster that has been told to stop answers what only looks, but for health checks."""
+        looks = request.method in ("GET", "HEAD", "OPTIONS") and not request.path.startswith("/health")
+        if self._stopping and not looks and request.path != "/abort_request":
+            raise StoppingError()
         return await handler(request)
 
     # Replicas
@@ -146,11 +161,14 @@ class Router:
 
         Raises:
             ClusterError: none did for too long.
+            StoppingError: the cluster has been told to stop.
         """
         self._patient += 1
         try:
             async with asyncio.timeout(self.settings.patience):
-                while not self.serving:
+                while not self.serving or self._stopping:
+                    if self._stopping:
+                        raise StoppingError()
                     self._change.clear()
                     await self._change.wait()
         except TimeoutError:

@@ -21,6 +21,7 @@ START_POLL_S = 1.0
 HEALTH_TIMEOUT_S = 30.0
 """SGLang's own check takes up to 20 s before it says no."""
 STOP_S = 10.0
+"""How long a replica that is lost, or whose time to end has passed, has before it is killed."""
 REFUSED = 2
 """Exit status of a launcher whose settings are wrong, ours and argparse's."""
 PR_SET_PDEATHSIG = 1
@@ -44,6 +45,7 @@ class Supervisor:
         command: what starts it; None for a replica that somebody else starts.
         environment: for that process.
         log: file for its output.
+        drain: seconds that it has to end its requests when the cluster ends.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class Supervisor:
         command: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
+        drain: float = 0.0,
     ) -> None:
         self.replica, self.session, self.on_ready, self.interval = replica, session, on_ready, interval
-        self.command, self.environment, self.log = command, environment, log
+        self.command, self.environment, self.log, self.drain = command, environment, log, drain
         self.process: asyncio.subprocess.Process | None = None
         self._suspected = asyncio.Event()
 
@@ -66,20 +69,21 @@ class Supervisor:
         self._suspected.set()
 
     async def run(self) -> None:
-        """Start, watch and start again until cancelled; then end the process.
+        """Start, watch and start again until cancelled; then have the process end its requests and itself.
 
         Raises:
             ConfigError: the server refused its settings, which no second start would mend.
         """
         pause = 1.0
         while True:
-            began, starts = time.monotonic(), self.replica.starts
+            began, starts, patience = time.monotonic(), self.replica.starts, self.drain + STOP_S
             try:
                 await self._start()
                 await self._watch()
+                patience = STOP_S
             finally:
                 self.replica.end()
-                status = await self._stop()
+                status = await self._stop(patience)
             if status == REFUSED and self.replica.starts == starts:
                 raise ConfigError(f"replica {self.replica.number} refused its settings; its output says why")
             pause = min(2 * pause, LONGEST_PAUSE_S) if time.monotonic() - began < QUICK_END_S else 1.0
@@ -132,20 +136,25 @@ class Supervisor:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
-    async def _stop(self) -> int | None:
-        """End the process and its children, which share a process group. Its exit status, if it ended by itself."""
-        process, self.process = self.process, None
+    def hurry(self) -> None:
+        """The process is to end now, whatever it does; the first time, it was told by ``run``."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.terminate()
+
+    async def _stop(self, patience: float) -> int | None:
+        """End the process, and its children, which share a process group. Its exit status, if it ended by itself."""
+        process = self.process
         if process is None:
             return None
         status = process.returncode
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), STOP_S)
-                break
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # children that outlived it
+            process.terminate()  # itself alone: it needs its children to end its requests
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what has not ended, and children that outlived it
+        await process.wait()
+        self.process = None
         return status
 
 
