@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -91,9 +92,26 @@ def leave_signals_to_the_main_process() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def end_with_the_main_process() -> None:
+    """In a process of the engine: end when the main process has, however that ended.
+
+    SGLang has the kernel end it with its parent. Here that is the fork server, which goes on for as long as one of
+    its children lives.
+    """
+    main = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if main is not None:
+            main.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-main", daemon=True).start()
+
+
 def run_scheduler(*args: object, **kwargs: object) -> None:
     """The scheduler process: ours in place, checked, then SGLang's entry."""
     leave_signals_to_the_main_process()
+    end_with_the_main_process()
     try:
         import_engine()
         from vlora_sgl import _sgl, plugin
@@ -107,6 +125,7 @@ def run_scheduler(*args: object, **kwargs: object) -> None:
 def run_detokenizer(*args: object, **kwargs: object) -> None:
     """The detokenizer process. Nothing of ours runs in it, but it must be the SGLang we know."""
     leave_signals_to_the_main_process()
+    end_with_the_main_process()
     quiet.silence()
     from vlora_sgl import _sgl
 
