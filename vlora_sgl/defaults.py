@@ -82,6 +82,7 @@ UNSUPPORTED: tuple[tuple[str, object, str], ...] = (
     ("tokenizer_worker_num", 1, "several tokenizer workers: SGLang starts them without plugins"),
     ("use_ray", False, "the Ray launcher: it bypasses our processes"),
     ("enable_dp_attention", False, "data-parallel attention: its ranks must run the same collectives in every mode"),
+    ("speculative_algorithm", None, "speculative decoding: its steps of several tokens a row were never shown exact"),
 )
 
 
@@ -105,9 +106,6 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
         value = getattr(server_args, name, fine)
         if value != fine and value is not None:
             raise ConfigError(f"--{name.replace('_', '-')}={value} is not supported: {reason}")
-    speculative = getattr(server_args, "speculative_algorithm", None)
-    if speculative not in (None, "NGRAM"):
-        raise ConfigError(f"--speculative-algorithm={speculative} is not supported with adapters: only NGRAM is")
     if is_plain_cpu():
         refuse_on_a_cpu({name: getattr(server_args, name, None) for name, _, _ in NOT_ON_A_CPU})
     if getattr(server_args, "grammar_backend", None) == "xgrammar" and is_plain_cpu():

@@ -174,7 +174,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         answers = super().generate_request(obj, request)
         try:
             async for out in answers:
-                show_all(out, asked)
+                show_all(out, asked, getattr(obj, "parallel_sample_num", 1))
                 yield out
         finally:
             await answers.aclose()
@@ -281,16 +281,17 @@ def serve_from_exported(obj: Any, asked: Sequence[RequestParams], exported: Expo
         one.lora_path = served[index]
 
 
-def show_all(output: JsonDict | list[JsonDict], names: str | Sequence[str | None] | None) -> None:
+def show_all(output: JsonDict | list[JsonDict], names: str | Sequence[str | None] | None, answers: int = 1) -> None:
     """Show what we say of one answer, or of each of a batch's, in place.
 
     Args:
-        output: SGLang's answer or answers.
-        names: the adapter that was asked for, or each row's.
+        output: SGLang's answer or answers; those to one prompt follow each other.
+        names: the adapter that was asked for, or each prompt's.
+        answers: how many there are to each prompt.
     """
     for position, answer in enumerate(output if isinstance(output, list) else [output]):
-        index = answer.get("index", position)
-        name: Any = names[index] if isinstance(names, list) and index < len(names) else names
+        prompt = answer.get("index", position) // answers
+        name = names if names is None or isinstance(names, str) else names[prompt]
         shown = show(answer.get("meta_info", {}), name)
         if "head" in shown:
             answer["text"] = answer_text(shown["head"])  # the sampled token means nothing
