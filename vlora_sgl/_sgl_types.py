@@ -97,7 +97,9 @@ class LoadLoRAAdapterReqOutput(Protocol):
 class SamplingParams(Protocol):
     """``sampling/sampling_params``: of one request."""
 
-    max_new_tokens: int | None
+    max_new_tokens: int
+    stop_strs: list[str]
+    stop_regex_strs: list[str]
     custom_params: JsonDict | None
 
 
@@ -148,6 +150,8 @@ class Req(Protocol):
     sampling_params: SamplingParams
     multimodal_inputs: MultimodalInputs | None
     to_finish: object
+    stream: bool
+    vocab_size: int
     last_node: TreeNode
     prefix_indices: torch.Tensor
     req_pool_idx: int
@@ -160,6 +164,9 @@ class Req(Protocol):
 
     def finished(self) -> bool: ...
     def set_finish_with_abort(self, error_msg: str) -> None: ...
+    def tail_str(self, new_accepted_len: int = 1) -> str: ...
+    def check_match_stop_str_prefix(self) -> bool: ...
+    def _check_str_based_finish(self, new_accepted_len: int = 1) -> bool: ...
 
 
 class ForwardMode(Protocol):

@@ -72,6 +72,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "endless": ({"sampling_params": {"logit_bias": {"1": math.inf}}}, "sampling_params.logit_bias"),
     "a key that is no id": ({"sampling_params": {"logit_bias": {"one": 1.0}}}, "sampling_params.logit_bias"),
     "a key beyond the vocabulary": ({"sampling_params": {"logit_bias": {"1000": 1.0}}}, "sampling_params.logit_bias"),
+    "an empty stop": ({"sampling_params": {"stop": ["a", ""]}}, "sampling_params.stop"),
+    "stops that take long to look for": ({"sampling_params": {"stop": ["a" * 4096] * 5}}, "sampling_params.stop"),
     "an unknown parameter": ({"sampling_params": {"temprature": 1}}, "temprature"),
     "parameters that are none": ({"sampling_params": "greedy"}, "sampling_params"),
     "outside the vocabulary": ({"input_ids": [1, 1000]}, "input_ids"),

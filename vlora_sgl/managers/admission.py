@@ -56,6 +56,9 @@ INTERNAL = (
 LONG_REPEAT = 64
 """A stop expression may repeat one thing more often than this, and no second one."""
 
+STOP_CHARS = 1 << 14
+"""Characters of all stops of a request together: they are looked for after every token."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -153,7 +156,7 @@ def _fields(limits: Limits) -> dict[str, _Field]:
 
 def _sampling(limits: Limits) -> dict[str, Check]:
     """The table for ``sampling_params``; SGLang's own ``verify`` checks how they go together."""
-    words = string(1 << 12)
+    words = string(1 << 12, 1)
     grammar = string(1 << 18)
     return {
         "max_new_tokens": integer(0, INT32),
@@ -271,6 +274,8 @@ class RequestGate:
                 raise RequestError(f"{where} has no {shown(name)}; it has {known}")
             if value is not None:
                 check.require(f"{where}.{name}", value)
+        if (chars := sum(map(len, _texts(given.get("stop"))))) > STOP_CHARS:
+            raise RequestError(f"{where}.stop must have at most {STOP_CHARS} characters together; got {chars}")
         for pattern in _texts(given.get("stop_regex")):
             check_stop_regex(pattern, where)
         for key in given.get("logit_bias") or ():

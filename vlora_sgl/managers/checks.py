@@ -74,11 +74,11 @@ def number(low: float, high: float) -> Check:
     return Check(f"a number from {low:g} to {high:g}", fits)
 
 
-def string(most: int) -> Check:
+def string(most: int, least: int = 0) -> Check:
     """Text of a bounded length that has a UTF-8 form; lone surrogates have none."""
 
     def fits(value: object) -> bool:
-        if not isinstance(value, str) or len(value) > most:
+        if not isinstance(value, str) or not least <= len(value) <= most:
             return False
         try:
             value.encode()
@@ -86,7 +86,7 @@ def string(most: int) -> Check:
             return False
         return True
 
-    return Check(f"text of at most {most} characters", fits)
+    return Check(f"text of {f'{least} to' if least else 'at most'} {most} characters", fits)
 
 
 def one_of(values: Collection[str]) -> Check:

@@ -31,6 +31,7 @@ from vlora_sgl.managers.admission import Limits, RequestGate
 from vlora_sgl.managers.ended_requests import LingeringStates
 from vlora_sgl.managers.model_names import NAMED
 from vlora_sgl.managers.shutdown import Shutdown
+from vlora_sgl.managers.stopping import show_regex
 from vlora_sgl.managers.waits import behind, limit_of, within
 from vlora_sgl.multimodal.opening import naming_images
 from vlora_sgl.request import show
@@ -292,6 +293,8 @@ def show_all(output: JsonDict | list[JsonDict], names: str | Sequence[str | None
     for position, answer in enumerate(output if isinstance(output, list) else [output]):
         prompt = answer.get("index", position) // answers
         name = names if names is None or isinstance(names, str) else names[prompt]
-        shown = show(answer.get("meta_info", {}), name)
+        meta_info = answer.get("meta_info", {})
+        show_regex(meta_info.get("finish_reason"))
+        shown = show(meta_info, name)
         if "head" in shown:
             answer["text"] = answer_text(shown["head"])  # the sampled token means nothing
