@@ -48,6 +48,7 @@ NAMES: dict[str, str] = {
     "load_image": "sglang.srt.utils.common:load_image",
     "get_image_bytes": "sglang.srt.utils.common:get_image_bytes",
     "get_mm_http_session": "sglang.srt.utils.common:get_mm_http_session",
+    "TokenizersBackend": "transformers.tokenization_utils_tokenizers:TokenizersBackend",
     "ProcessorMixin": "transformers.processing_utils:ProcessorMixin",
     "get_rope_index": "sglang.srt.layers.rotary_embedding.mrope_rope_index:get_rope_index",
     "USE_PICKLE_IPC": "sglang.srt.managers.io_struct:_USE_PICKLE_IPC",
@@ -85,6 +86,7 @@ NAMES: dict[str, str] = {
     "LoRARegistry": "sglang.srt.lora.lora_registry:LoRARegistry",
     "auth_level": "sglang.srt.utils.auth:auth_level",
     "AuthLevel": "sglang.srt.utils.auth:AuthLevel",
+    "OpenAIServingChat": "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat",
     "ChatCompletionRequest": "sglang.srt.entrypoints.openai.protocol:ChatCompletionRequest",
     "TpModelWorker": "sglang.srt.managers.tp_worker:TpModelWorker",
     "ModelRunner": "sglang.srt.model_executor.model_runner:ModelRunner",
@@ -252,6 +254,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "TokenizerManager._handle_abort_req": ("self", "recv_obj"),
     "Scheduler.unload_lora_adapter": ("self", "recv_req"),
     "Scheduler.on_idle": ("self",),
+    "OpenAIServingChat._apply_jinja_template": ("self", "request", "tools", "is_multimodal"),
+    "OpenAIServingChat._apply_conversation_template": ("self", "request", "is_multimodal"),
+    "TokenizersBackend._encode_plus": ("self", "text"),
     "OpenAIServingBase._resolve_lora_path": ("self", "request_model", "explicit_lora_path"),
     "RadixCache.match_prefix": ("self", "params"),
     "RadixCache.insert": ("self", "params"),
@@ -321,6 +326,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 
 NOT_ON_A_CPU = ("FlashAttentionBackend",)
 """Classes whose module loads a CUDA library: looked for in its source."""
+
+PLACES_MARKERS = "_ensure_placeholders_before_assistant"
+"""Method of a multimodal processor that itself places the markers that a prompt lacks."""
 
 MODELS_PACKAGE = "sglang.srt.models"
 """Where SGLang keeps one module per model; named, not imported."""

@@ -21,6 +21,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from tests.conftest import TinyModel
 from tests.support.stand_in import passing_for
+from vlora_sgl.errors import RequestError
 from vlora_sgl.multimodal import image_requests
 
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -244,7 +245,6 @@ PROMPTS: dict[str, tuple[list[int], list[list[int]], bool]] = {
     "a grid too large": ([1, START, *[IMAGE] * 4, 3], [[1, 4, 8]], False),
     "an image without a mark": ([1, *[IMAGE] * 4, 3], [[1, 4, 4]], False),
     "text in an image": ([1, START, IMAGE, IMAGE, 7, IMAGE, IMAGE, 3], [[1, 4, 4]], False),
-    "a mark at the end": ([1, START, *[IMAGE] * 4, START], [[1, 4, 4]], False),
 }
 
 
@@ -267,6 +267,27 @@ def test_positions_are_sglangs(model: str, name: str) -> None:
 
     assert_same(run(functools.partial(image_requests.get_rope_index, original)), run(mrope_rope_index.get_rope_index))
     assert bool(calls) != (covered and model != "paddleocr_vl")
+
+
+@pytest.mark.parametrize("model", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_mark_of_an_image_at_the_end_is_a_token_like_others(model: str) -> None:
+    """SGLang looks at the token behind it."""
+
+    def positions(last: int) -> Any:
+        ids, grids = torch.tensor([[1, START, *[IMAGE] * 4, last]]), torch.tensor([[1, 4, 4]])
+        original = mrope_rope_index.get_rope_index
+        return image_requests.get_rope_index(original, 2, IMAGE, VIDEO, START, model, 2, ids, grids, None)
+
+    assert_same(positions(START), positions(3))
+
+
+@pytest.mark.parametrize("name", ["a video", "frames", "a grid too many"])
+def test_where_only_sglang_knows_positions_a_mark_at_the_end_is_refused(name: str) -> None:
+    tokens, grids, _ = PROMPTS[name]
+    ids = torch.tensor([[*tokens, START]])
+    original = mrope_rope_index.get_rope_index
+    with pytest.raises(RequestError, match="must not end"):
+        image_requests.get_rope_index(original, 2, IMAGE, VIDEO, START, "qwen2_vl", 2, ids, torch.tensor(grids), None)
 
 
 def test_features_for_another_process_are_complete_before_it_hears_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,9 @@ from vlora_sgl.managers.model_names import NAMED
 from vlora_sgl.managers.shutdown import Shutdown
 from vlora_sgl.managers.stopping import show_regex
 from vlora_sgl.managers.waits import behind, limit_of, within
+from vlora_sgl.multimodal.markers import Markers
 from vlora_sgl.multimodal.opening import naming_images
+from vlora_sgl.multimodal.words import Words
 from vlora_sgl.request import show
 from vlora_sgl.seams import Stage
 from vlora_sgl.server_args import VLoraArgs
@@ -51,6 +53,8 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         adapters: which adapters there are, in memory and on disk.
         gate: what every request has to pass.
         shutdown: the end of a server that is told to stop.
+        markers: what stands for an image in a prompt.
+        words: tells a user's words from special tokens.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -68,6 +72,8 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
                 images=limits.max_images,
             )
         )
+        self.markers = Markers(self.mm_processor, self.tokenizer)
+        self.words = Words(self.tokenizer, self.markers.patterns)
         seams.verify(
             Stage.ENGINE, "TokenizerManager", otherwise=None if self.server_args.enable_lora else "LoRA is off"
         )
@@ -138,11 +144,13 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         await super()._resolve_lora_path(obj)
 
     async def _tokenize_one_request(self, obj: GenerateReqInput) -> TokenizedGenerateReqInput:
-        """SGLang's, with hashes for the images.
+        """SGLang's, with hashes for the images, once there are as many as the prompt has markers.
 
         Raises:
+            RequestError: there are not.
             ImageError: an image that cannot be opened.
         """
+        self.markers.check(obj, self.words)
         with naming_images(obj):
             tokenized = await super()._tokenize_one_request(obj)
         await hash_images(getattr(tokenized, "mm_inputs", None))

@@ -16,6 +16,7 @@ import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl.core import JsonDict
+from vlora_sgl.errors import RequestError
 
 PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
 """Processors of transformers that replace one placeholder by one per image token, and do nothing else to a text."""
@@ -137,6 +138,9 @@ def get_rope_index(
     Returns:
         positions in time, height and width, int64 ``[3, 1, tokens]``, and by how much the next position is off the
         number of tokens, ``[1, 1]``.
+
+    Raises:
+        RequestError: the prompt ends with the token before an image's, behind which SGLang looks.
     """
     given = input_ids, image_grid_thw
     if (
@@ -151,10 +155,12 @@ def get_rope_index(
         # SGLang counts images by the marks before them.
         marked = np.flatnonzero(tokens[:-1] == vision_start_token_id) + 1
         images = np.count_nonzero(tokens[marked] == image_token_id)
-        if images == len(grids) and tokens[-1] != vision_start_token_id and not (tokens == video_token_id).any():
+        if images == len(grids) and not (tokens == video_token_id).any():
             positions = still_positions(tokens == image_token_id, grids)
             if positions is not None:
                 return positions
+    if isinstance(input_ids, torch.Tensor) and input_ids[..., -1:].eq(vision_start_token_id).any():
+        raise RequestError("a prompt with images or videos must not end with the mark of a beginning one")
     return original(
         spatial_merge_size,
         image_token_id,
