@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 import vlora_sgl as vlora
 from tests.lang.conftest import Recorder
 from vlora_sgl.errors import ConfigError, ProgramCancelled, ProgramError, RequestError
+from vlora_sgl.lang import _upstream as up
 
 
 def line_of(program: Any, text: str) -> int:
@@ -120,6 +122,96 @@ def test_join_can_append_the_branches_texts(recorder: Recorder) -> None:
         branches.join("concate_and_append")
 
     assert program.run(backend=recorder).text() == "start [0 yes][1 yes]"
+
+
+@pytest.mark.parametrize("turn", [False, True], ids=["outside turns", "in a turn"])
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("shown", [(1, 1), (0, 2), (2, 0)])
+def test_branches_that_are_appended_bring_their_images(
+    recorder: Recorder, before: int, shown: tuple[int, int], turn: bool
+) -> None:
+    """In the order of the text, behind those from before the fork and from meanwhile."""
+
+    def picture(name: str) -> Any:
+        return vlora.image(f"http://example.org/{name}.png")
+
+    @vlora.function
+    def program(s: vlora.ProgramState) -> None:
+        with s.user() if turn else contextlib.nullcontext():
+            for number in range(before):
+                s += picture(f"parent{number}")
+            branches = s.fork(2)
+            s += "meanwhile" + picture("meanwhile")
+            for i, branch in enumerate(branches):
+                for number in range(shown[i]):
+                    branch += f"[{i}]" + picture(f"branch{i}{number}")
+                branch += vlora.gen("x", max_tokens=1)
+            branches.join("concate_and_append")
+        s += "?" + vlora.gen("y", max_tokens=1)
+
+    state = program.run(backend=recorder)
+    assert state["y"] == "yes"
+    last = recorder.requests[-1]
+    expected = [f"parent{n}" for n in range(before)] + ["meanwhile"]
+    expected += [f"branch{i}{n}" for i in range(2) for n in range(shown[i])]
+    assert last["image_data"] == [f"http://example.org/{name}.png" for name in expected]
+    assert last["text"].count("<|image_pad|>") == len(expected)
+
+
+def test_a_branch_that_ends_in_another_turn_is_not_appended(recorder: Recorder) -> None:
+    @vlora.function
+    def program(s: vlora.ProgramState) -> None:
+        branches = s.fork(1)
+        branches[0] += up.SglRoleBegin("user")
+        branches.join("concate_and_append")
+
+    with pytest.raises(ProgramError, match="turn it is appended to: none; it is in user"):
+        program.run(backend=recorder).sync()
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ("a <|vision_start|><|image_pad|><|vision_end|>", "append vlora.image"),
+        (vlora.user("<|vision_start|><|image_pad|><|vision_end|>"), "append vlora.image"),
+        (up.SglVideo("x.mp4", 3), "vlora.video"),
+        (vlora.user(up.SglVideo("x.mp4", 3)), "vlora.video"),
+    ],
+)
+def test_what_no_request_carries_is_refused_where_it_is_written(recorder: Recorder, node: Any, said: str) -> None:
+    @vlora.function
+    def program(s: vlora.ProgramState) -> None:
+        s += node
+
+    with pytest.raises(ProgramError, match=said) as caught:
+        program.run(backend=recorder)
+    assert caught.value.location is not None and caught.value.location.line == line_of(program, "s += node")
+
+
+CHOICES: dict[str, Any] = {
+    "none": [],
+    "a text": "yes",
+    "bytes": b"yes",
+    "a set": {"a", "b"},
+    "a number": 3,
+    "empty": ["a", ""],
+    "equal": ["a", "b", "a"],
+    "numbers": [1, 2],
+    "nothing": ["a", None],
+    "lists": [["a"]],
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_that_cannot_be_told_apart_are_refused(name: str) -> None:
+    choices = CHOICES[name]
+    for ask in (
+        lambda: vlora.select("x", choices),
+        lambda: vlora.gen("x", choices=choices),
+        *([lambda: vlora.classify("x", choices)] if choices else []),
+    ):
+        with pytest.raises(RequestError, match="choice"):
+            ask()
 
 
 def test_every_request_carries_all_images(recorder: Recorder) -> None:

@@ -70,6 +70,7 @@ from sglang.lang.interpreter import ProgramState as ProgramState
 from sglang.lang.interpreter import ProgramStateGroup as ProgramStateGroup
 from sglang.lang.interpreter import StreamExecutor as StreamExecutor
 from sglang.lang.ir import SglArgument as SglArgument
+from sglang.lang.ir import SglConcateAndAppend as SglConcateAndAppend
 from sglang.lang.ir import SglConstantText as SglConstantText
 from sglang.lang.ir import SglExpr as SglExpr
 from sglang.lang.ir import SglExprList as SglExprList
@@ -83,6 +84,7 @@ from sglang.lang.ir import SglSamplingParams as SglSamplingParams
 from sglang.lang.ir import SglSelect as SglSelect
 from sglang.lang.ir import SglVariable as SglVariable
 from sglang.lang.ir import SglVarScopeBegin as SglVarScopeBegin
+from sglang.lang.ir import SglVideo as SglVideo
 
 if _completer is not None:
     seams.place("sys.meta_path", [Place(sys.meta_path, slice(0, 0), [_completer])])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 from vlora_sgl.core import AdapterId, JsonDict
-from vlora_sgl.errors import ProgramError
+from vlora_sgl.errors import ProgramError, RequestError
 from vlora_sgl.lang import _upstream as up
 from vlora_sgl.lang.endpoint import Backend, as_endpoint
 from vlora_sgl.lang.interpreter import BatchRun, ProgramState, run_program
@@ -308,10 +308,9 @@ def select(
     """Answer with the likeliest of the choices; nothing is sampled.
 
     Raises:
-        ValueError: there are no choices.
+        RequestError: not a list of different texts with something in each.
     """
-    if not choices:
-        raise ValueError("select needs at least one choice")
+    _check_choices("select", choices)
     return SglTypedSelect(name, choices, choices_method, adapter=adapter)
 
 
@@ -326,11 +325,13 @@ def classify(
 
     Raises:
         ValueError: not exactly one of ``labels`` and ``head`` is given.
+        RequestError: the labels are not a list of different texts with something in each.
     """
     if bool(labels) == (head is not None):
         raise ValueError("classify needs either labels for the language model or the name of a head")
     if head is not None:
         return SglHead(name, head, "classify", adapter=adapter)
+    _check_choices("classify", labels)
     return SglTypedSelect(name, labels, sequence_probability, adapter=adapter, label=True)
 
 
@@ -392,6 +393,25 @@ def user(expr: up.SglExpr | str) -> up.SglExprList:
 def assistant(expr: up.SglExpr | str) -> up.SglExprList:
     """A turn of the model."""
     return _turn("assistant", expr)
+
+
+def _check_choices(kind: str, choices: object) -> None:
+    """Refuse what cannot be told apart or scored; a parameter that is traced stands for itself.
+
+    Raises:
+        RequestError: says which choice.
+    """
+    if isinstance(choices, up.SglArgument):
+        return
+    if not isinstance(choices, Sequence) or isinstance(choices, str | bytes) or not choices:
+        raise RequestError(f"{kind} needs a list of at least one choice; got {choices!r}")
+    seen: list[object] = []
+    for choice in choices:
+        if not isinstance(choice, str | up.SglArgument):
+            raise RequestError(f"{kind}'s choices must be texts; got {choice!r} ({type(choice).__name__})")
+        if isinstance(choice, str) and (not choice or choice in seen):
+            raise RequestError(f"{kind}'s choices must differ and not be empty; got {choice!r} in {list(choices)!r}")
+        seen.append(choice)
 
 
 def _turn(role: str, expr: up.SglExpr | str) -> up.SglExprList:

@@ -94,6 +94,7 @@ class Executor(up.StreamExecutor):
         self._converters: dict[str, tuple[Callable[[str], object], Location | None]] = {}
         self._children: weakref.WeakSet[Executor] = weakref.WeakSet()
         self._shared_prefix: ForkPrefix | None = None
+        self._forked_with = 0, 0
         super().__init__(backend, arguments, default_sampling_para, chat_template, stream, use_thread=use_thread)
 
     # Statements
@@ -103,12 +104,29 @@ class Executor(up.StreamExecutor):
         node = up.SglConstantText(expr) if isinstance(expr, str) else expr
         if not isinstance(node, up.SglExpr):
             raise TypeError(f"a program appends text or nodes such as vlora.gen(), got {type(expr).__name__}")
+        location = _caller()
+        self._check_carried(node, location)
         self._init_var_event(node)
-        statement = Statement(node, _caller(), AMBIENT.get())
+        statement = Statement(node, location, AMBIENT.get())
         if self.use_thread:
             self.queue.put(statement)
         else:
             self._execute(statement)
+
+    def _check_carried(self, node: up.SglExpr, location: Location) -> None:
+        """Refuse what no request could carry: the place of an image without one, and SGLang's videos.
+
+        Raises:
+            ProgramError: says what to append instead.
+        """
+        if isinstance(node, up.SglExprList):
+            for part in node.expr_list:
+                self._check_carried(part, location)
+        elif isinstance(node, up.SglVideo):
+            raise ProgramError("a program shows a video by vlora.video(), not by SGLang's own node", location)
+        elif isinstance(node, up.SglConstantText) and self.chat_template.image_token in str(node.value):
+            marker = self.chat_template.image_token
+            raise ProgramError(f"text must not hold an image's marker {marker!r}; append vlora.image(...)", location)
 
     def _init_var_event(self, expr: up.SglExpr) -> None:
         if isinstance(expr, SglHead):
@@ -197,6 +215,22 @@ class Executor(up.StreamExecutor):
                 # SGLang's message format adds the data: prefix itself.
                 self.cur_images.append((source, url.partition(",")[2]))
             self.text_ += self.chat_template.image_token
+
+    def _execute_concatenate_and_append_text(self, expr: up.SglConcateAndAppend) -> None:
+        """Append what branches wrote and were shown, in order.
+
+        Raises:
+            ProgramError: a branch ended a turn that it did not begin, or left one open.
+        """
+        for branch in (state.stream_executor for state in expr.states):
+            branch.sync()
+            if branch.cur_role != self.cur_role:
+                open_, here = branch.cur_role or "none", self.cur_role or "none"
+                raise ProgramError(f"a branch must end in the turn it is appended to: {here}; it is in {open_}")
+            images, messages = branch._forked_with
+            self._execute_fill(branch.text_[branch.fork_start_text_pos :])
+            self.images_ += branch.images_[images:]
+            self.messages_ += branch.messages_[messages:]
 
     def _execute_gen(self, expr: up.SglGen) -> None:
         convert = expr.convert if isinstance(expr, SglTypedGen) else None
@@ -297,6 +331,7 @@ class Executor(up.StreamExecutor):
             copy.fork_start_text_pos = len(self.text_)
             copy.images_ = list(self.images_)
             copy.cur_images = list(self.cur_images)
+            copy._forked_with = len(self.images_), len(self.messages_)
             self._children.add(copy)
             copies.append(copy)
         return copies
@@ -420,10 +455,10 @@ class StateGroup(up.ProgramStateGroup):
         """Wait for the branches and bring their results into the state they came from.
 
         ``gather_variable`` makes each new variable a list with one value per branch, in order; ``concate_and_append``
-        appends the branches' texts.
+        appends the branches' texts, with the images in them.
 
         Raises:
-            ProgramError: a branch failed.
+            ProgramError: a branch failed, or what it wrote cannot be appended where the state is.
         """
         for state in self.states:
             state.sync()
