@@ -9,6 +9,7 @@ tokens under other names, so that one pass gives the ids of both. Texts without 
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import secrets
 import threading
@@ -49,6 +50,7 @@ class Words:
         self._spelling = re.compile(f"(?:{'|'.join(f'(?:{one})' for one in patterns) or '(?!)'})")
         self._beginnings = {word[:length] for word in special for length in range(1, len(word))}
         self._longest = max(map(len, special), default=1) - 1
+        self._firsts = frozenset(word[0] for word in special)
         self._has_twin = isinstance(tokenizer, _sgl.TokenizersBackend)
         if self._has_twin:
             twin_of(tokenizer)  # takes a second for a large vocabulary, while the model loads
@@ -63,10 +65,11 @@ class Words:
         if found != text and not self._has_twin:
             word = next(self._spelling.finditer(text))[0]
             raise RequestError(f"this model's tokenizer cannot read {word!r} as words: leave it out")
-        for length in range(min(self._longest, len(found)), 0, -1):
-            if found[-length:] in self._beginnings and self._has_twin:
-                return found[:-length] + _code(found[-length:])
-        return found
+        end = found[-self._longest :] if self._has_twin and self._longest else ""
+        if self._firsts.isdisjoint(end):
+            return found
+        begun = next((end[at:] for at in range(len(end)) if end[at:] in self._beginnings), "")
+        return found[: len(found) - len(begun)] + _code(begun) if begun else found
 
     def coded_in(self, value: Any) -> Any:
         """The same for each text in a JSON value; what it had none in is the same object."""
@@ -82,14 +85,11 @@ class Words:
 
     def of_ids(self, ids: list[int]) -> str:
         """The text of token ids, coded: special tokens are those that are one id."""
-        special, text, run = special_tokens(self._tokenizer), [], []
-        for token in ids:
-            if token in special:
-                text += [self.coded(self._tokenizer.decode(run)) if run else "", str(special[token])]
-                run = []
-            else:
-                run.append(token)
-        return "".join([*text, self.coded(self._tokenizer.decode(run)) if run else ""])
+        special, text = special_tokens(self._tokenizer), ""
+        for is_special, run in itertools.groupby(ids, special.__contains__):
+            decoded = str(self._tokenizer.decode(list(run)))
+            text += decoded if is_special else self.coded(decoded)
+        return text
 
 
 class Twin:
@@ -202,9 +202,18 @@ def apply_template(original: Callable[..., Any], self: Any, request: Any, *rest:
 
 
 def _coded_message(message: Any, words: Words) -> Any:
+    if message.model_fields_set <= {"role", "content"} and not _has_words(message.content, words):
+        return message  # as most are, and this is quick
     given = message.model_dump()
     coded = words.coded_in(given)
     return message if coded is given else type(message).model_validate(coded)
+
+
+def _has_words(content: Any, words: Words) -> bool:
+    if not isinstance(content, list):
+        return bool(words.coded_in(content) != content)
+    texts = (getattr(part, name, None) for part in content for name in ("text", "thinking", "name"))
+    return any(words.coded_in(text) != text for text in texts)
 
 
 @contextmanager
