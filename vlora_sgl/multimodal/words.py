@@ -212,8 +212,8 @@ def _coded_message(message: Any, words: Words) -> Any:
 def _has_words(content: Any, words: Words) -> bool:
     if not isinstance(content, list):
         return bool(words.coded_in(content) != content)
-    texts = (getattr(part, name, None) for part in content for name in ("text", "thinking", "name"))
-    return any(words.coded_in(text) != text for text in texts)
+    texts = (value for part in content for value in vars(part).values() if isinstance(value, str))
+    return any(words.coded(text) != text for text in texts)
 
 
 @contextmanager
