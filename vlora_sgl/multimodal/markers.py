@@ -53,7 +53,8 @@ class Markers:
         kinds = () if processor is None or tokenizer is None else KINDS
         found = {kind: _marker(processor, tokenizer, kind) for kind in kinds}
         self.of: Mapping[str, Marker] = {kind: one for kind, one in found.items() if one is not None}
-        self._ids = {tokenizer.convert_tokens_to_ids(one.token or one.shown) for one in self.of.values()}
+        spelled = {word for one in self.of.values() for word in (one.token, one.shown) if word}
+        self._ids = {tokenizer.convert_tokens_to_ids(word) for word in spelled}
 
     @property
     def patterns(self) -> list[re.Pattern[str]]:

@@ -46,8 +46,9 @@ class Words:
     def __init__(self, tokenizer: Any, markers: Iterable[re.Pattern[str]] = ()) -> None:
         self._tokenizer = tokenizer
         special = sorted(map(str, special_tokens(tokenizer).values()), key=len, reverse=True)
-        patterns = [*(pattern.pattern for pattern in markers), *map(re.escape, special)]
-        self._spelling = re.compile(f"(?:{'|'.join(f'(?:{one})' for one in patterns) or '(?!)'})")
+        spelled = [re.escape(word) for word in special]
+        self._spelling = _any_of([*(pattern.pattern for pattern in markers), *spelled])
+        self._special = _any_of(spelled)
         self._beginnings = {word[:length] for word in special for length in range(1, len(word))}
         self._longest = max(map(len, special), default=1) - 1
         self._firsts = frozenset(word[0] for word in special)
@@ -84,11 +85,11 @@ class Words:
         return value
 
     def of_ids(self, ids: list[int]) -> str:
-        """The text of token ids, coded: special tokens are those that are one id."""
+        """The text of token ids, coded: special tokens are those that are one id. (A marker may be text.)"""
         special, text = special_tokens(self._tokenizer), ""
         for is_special, run in itertools.groupby(ids, special.__contains__):
             decoded = str(self._tokenizer.decode(list(run)))
-            text += decoded if is_special else self.coded(decoded)
+            text += decoded if is_special else self._special.sub(lambda word: _code(word[0]), decoded)
         return text
 
 
@@ -223,6 +224,10 @@ def _staying_coded(coded: bool) -> Iterator[None]:
         yield
     finally:
         _CODED.reset(token)
+
+
+def _any_of(patterns: list[str]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{one})" for one in patterns) or "(?!)")
 
 
 def _code(word: str) -> str:
