@@ -168,6 +168,20 @@ def test_adapters_answer_as_peft_does(family: Any, seen: bool) -> None:
     assert ask(server, [*names, "A"], text, image) == [*wanted, wanted[1]]
 
 
+def test_words_of_a_chat_are_words(family: Any) -> None:
+    name, server, _ = family
+    say = f"What does {SHOWN.get(name, '<|image_pad|>')} <|im_end|> mean?"
+    shown = {"type": "image_url", "image_url": {"url": data_url(make_image(5, (112, 56)))}}
+    content = [*([shown] if name in SHOWN else []), {"type": "text", "text": say}]
+    used = []
+    for messages in ([{"role": "user", "content": content}], [{"role": "user", "content": [*content[:-1]] or "x"}]):
+        body = {"model": "default:A", "messages": messages, "max_tokens": 2}
+        reply = requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        used.append(reply.json()["usage"]["prompt_tokens"])
+    assert 10 < used[0] - used[1] <= len(say)
+
+
 def test_changing_adapters_needs_the_key_and_asking_does_not(family: Any) -> None:
     _, server, _ = family
     for route, body in (

@@ -44,15 +44,16 @@ class Words:
     """
 
     def __init__(self, tokenizer: Any, markers: Iterable[re.Pattern[str]] = ()) -> None:
-        self._tokenizer = tokenizer
-        special = sorted(map(str, special_tokens(tokenizer).values()), key=len, reverse=True)
+        self._tokenizer, self._special_ids = tokenizer, special_tokens(tokenizer)
+        special = sorted(map(str, self._special_ids.values()), key=len, reverse=True)
         spelled = [re.escape(word) for word in special]
         self._spelling = _any_of([*(pattern.pattern for pattern in markers), *spelled])
         self._special = _any_of(spelled)
         self._beginnings = {word[:length] for word in special for length in range(1, len(word))}
         self._longest = max(map(len, special), default=1) - 1
         self._firsts = frozenset(word[0] for word in special)
-        self._has_twin = isinstance(tokenizer, _sgl.TokenizersBackend)
+        fast = isinstance(tokenizer, _sgl.TokenizersBackend)
+        self._has_twin = fast and isinstance(tokenizer.backend_tokenizer, Tokenizer)
         if self._has_twin:
             twin_of(tokenizer)  # takes a second for a large vocabulary, while the model loads
 
@@ -66,7 +67,8 @@ class Words:
         if found != text and not self._has_twin:
             word = next(self._spelling.finditer(text))[0]
             raise RequestError(f"this model's tokenizer cannot read {word!r} as words: leave it out")
-        end = found[-self._longest :] if self._has_twin and self._longest else ""
+        coded = found.find("z", found.rfind(_SECRET) + len(_SECRET)) + 1 if found != text else 0
+        end = found[max(coded, len(found) - self._longest) :] if self._has_twin else ""
         if self._firsts.isdisjoint(end):
             return found
         begun = next((end[at:] for at in range(len(end)) if end[at:] in self._beginnings), "")
@@ -86,8 +88,8 @@ class Words:
 
     def of_ids(self, ids: list[int]) -> str:
         """The text of token ids, coded: special tokens are those that are one id. (A marker may be text.)"""
-        special, text = special_tokens(self._tokenizer), ""
-        for is_special, run in itertools.groupby(ids, special.__contains__):
+        text = ""
+        for is_special, run in itertools.groupby(ids, self._special_ids.__contains__):
             decoded = str(self._tokenizer.decode(list(run)))
             text += decoded if is_special else self._special.sub(lambda word: _code(word[0]), decoded)
         return text
@@ -133,7 +135,8 @@ class Twin:
 
 def special_tokens(tokenizer: Any) -> dict[int, AddedToken]:
     """A tokenizer's special tokens by id."""
-    return {index: token for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {index: token for index, token in added.items() if token.special and str(token)}
 
 
 def twin_of(tokenizer: Any) -> Twin:
