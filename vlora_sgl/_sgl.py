@@ -70,6 +70,8 @@ NAMES: dict[str, str] = {
     "get_max_seq_length": "sglang.srt.sampling.sampling_params:get_max_seq_length",
     "MOST_STOP_TOKENS": "sglang.srt.sampling.sampling_params:MAX_LEN",
     "StreamAccumulator": "sglang.srt.managers.scheduler_components.output_streamer:_GenerationStreamAccumulator",
+    "detokenizer_manager": "sglang.srt.managers.detokenizer_manager",
+    "DecodeStatus": "sglang.srt.managers.detokenizer_manager:DecodeStatus",
     "DetokenizerManager": "sglang.srt.managers.detokenizer_manager:DetokenizerManager",
     "SpeculativeAlgorithm": "sglang.srt.speculative.spec_info:SpeculativeAlgorithm",
     "FINISHED_MATCHED_REGEX": "sglang.srt.managers.schedule_batch:FINISHED_MATCHED_REGEX",

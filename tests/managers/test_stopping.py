@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tools.tiny.build import build_tokenizer
 from vlora_sgl import _sgl
 from vlora_sgl.managers import stopping
+from vlora_sgl.managers.decoding import SteadyStatus
 from vlora_sgl.managers.stopping import ends_with_beginning, show_regex
 
 PAIRS = [f"{letter}{digit}" for letter in "abcdef" for digit in range(10)]
@@ -48,6 +49,7 @@ def in_place() -> Iterator[None]:
             (_sgl.FINISHED_MATCHED_REGEX, "to_json", stopping.regex_to_json),
         ):
             patch.setattr(owner, name, _around(getattr(owner, name), ours))
+        patch.setattr(_sgl.detokenizer_manager, "DecodeStatus", SteadyStatus)
         yield
 
 
@@ -147,6 +149,7 @@ def answers(draw: st.DrawFn) -> tuple[str, list[str]]:
 @example(answer=("".join(PAIRS), ["c3c4c5"]), lengths=[2], every=50, keep=False)
 @example(answer=("".join(PAIRS), ["c3c4c5"]), lengths=[1], every=1, keep=False)
 @example(answer=("中é", ["中é"]), lengths=[1], every=1, keep=False)
+@example(answer=("中\U0001f600é", []), lengths=[1], every=2, keep=False)
 def test_stops_in_any_spelling(answer: tuple[str, list[str]], lengths: list[int], every: int, keep: bool) -> None:
     text, stops = answer
     tokens, sampling = spelled(text, lengths), {"stop": stops, "no_stop_trim": keep}

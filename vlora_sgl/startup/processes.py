@@ -123,13 +123,16 @@ def run_scheduler(*args: object, **kwargs: object) -> None:
 
 
 def run_detokenizer(*args: object, **kwargs: object) -> None:
-    """The detokenizer process. Nothing of ours runs in it, but it must be the SGLang we know."""
+    """The detokenizer process: one class of ours in the SGLang that we know."""
     leave_signals_to_the_main_process()
     end_with_the_main_process()
     quiet.silence()
     from vlora_sgl import _sgl
 
     _sgl.check_version()
+    from vlora_sgl.managers import decoding
+
+    decoding.install()
     _sgl.run_detokenizer_process(*args, **kwargs)
 
 
