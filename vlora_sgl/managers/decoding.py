@@ -11,7 +11,7 @@ from vlora_sgl import _sgl, seams
 from vlora_sgl.seams import Place
 
 
-class SteadyStatus(_sgl.DecodeStatus):  # type: ignore[misc]  # SGLang's, which is not typed
+class SteadyStatus(_sgl.DecodeStatus):
     """SGLang's, whose offset of what was sent only grows."""
 
     def __setattr__(self, name: str, value: Any) -> None:
