@@ -64,11 +64,8 @@ class ClusterArgs(argparse.Namespace):
 
     @property
     def drain(self) -> float:
-        """Seconds that each replica has to end when it is told to stop; one that it refuses counts as none."""
-        try:
-            return float(self.value_of("--vlora-drain-seconds") or VLoraArgs.drain_seconds)
-        except ValueError:
-            return 0.0
+        """Seconds that each replica has to end when it is told to stop."""
+        return float(self.value_of("--vlora-drain-seconds") or VLoraArgs.drain_seconds)
 
     @property
     def ranks(self) -> int:

@@ -176,7 +176,7 @@ def test_a_replica_ends_its_requests_before_it_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "seconds"),
-    [([], 30.0), (["--vlora-drain-seconds", "7"], 7.0), (["--vlora-drain-seconds=x"], 0.0)],
+    [([], 30.0), (["--vlora-drain-seconds", "7"], 7.0), (["--vlora-drain-seconds=7.5"], 7.5)],
 )
 def test_replicas_have_as_long_to_end_as_they_take(flags: list[str], seconds: float) -> None:
     assert parse(["--model-path", "m", *flags]).drain == seconds

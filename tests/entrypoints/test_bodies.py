@@ -62,7 +62,8 @@ def manager() -> Any:
     """As much of a tokenizer manager as names need."""
     args = SimpleNamespace(model_path="/models/base", admin_api_key=None)
     refs = {name: SimpleNamespace(lora_name=name, lora_path=path) for name, path in NAMES.items()}
-    return SimpleNamespace(served_model_name="base", server_args=args, lora_ref_cache=refs)
+    shutdown = SimpleNamespace(asked=False)
+    return SimpleNamespace(served_model_name="base", server_args=args, lora_ref_cache=refs, shutdown=shutdown)
 
 
 @pytest.fixture(scope="module")
