@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vlora_sgl.errors import RequestError
-from vlora_sgl.strict_json import DEEP, read_json
+from vlora_sgl.strict_json import DEEP, LARGE, LONG, read_json
 
 WRONG = {
     "nothing": b"",
@@ -53,3 +56,32 @@ def test_what_is_taken_means_what_it_means_to_others(value: Any) -> None:
 @pytest.mark.parametrize("open, close", [(b"[", b"]"), (b'{"a":', b"}")])
 def test_the_depth_is_exact(open: bytes, close: bytes) -> None:
     assert read_json(open * (DEEP - 1) + b"[]" + close * (DEEP - 1))
+
+
+@pytest.mark.parametrize("body", [body for name, body in WRONG.items() if name != "nothing"])
+def test_what_is_not_taken_is_not_beside_an_image_either(body: bytes) -> None:
+    image = b"A" * LARGE
+    for around in (b'["%s", %s]' % (image, body), b'{"a": %s, "image": "%s"}' % (body, image)):
+        with pytest.raises(RequestError, match="the body must"):
+            read_json(around)
+    for inside in (b"\xff", b"\\ud800", b"\n", b"\\x"):
+        with pytest.raises(RequestError, match="the body must"):
+            read_json(b'["%s%s"]' % (image, inside))
+
+
+PIECES = ['"', "\\", "\\\\", ":", "é", "😀", "a" * (LONG - 3), "a" * LONG, ",", "[", "\n"]
+
+
+@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), max_size=8), st.booleans())
+def test_a_large_body_means_what_it_means_to_others(texts: list[str], ascii_only: bool) -> None:
+    value = {"texts": texts, "large": "b" * LARGE, **{text: i for i, text in enumerate(texts)}}
+    assert read_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@pytest.mark.parametrize(
+    "large", ["\\" * 10**6, '"' * 10**6, '\\"' * 5 * 10**5, [""] * 10**5], ids=["slashes", "quotes", "both", "strings"]
+)
+def test_no_large_body_takes_long(large: Any) -> None:
+    start = time.perf_counter()
+    assert read_json(json.dumps([large, "a" * LARGE]).encode())[0] == large
+    assert time.perf_counter() - start < 2
