@@ -106,7 +106,9 @@ UNEQUAL: dict[str, tuple[str, int, str]] = {
 def test_there_are_as_many_images_as_markers(server: Server, name: str) -> None:
     markers, images, said = UNEQUAL[name]
     asked = prompt(markers + QUESTION)
-    ids = requests.post(f"{server.url}/tokenize", json={"model": "m", "prompt": asked}, timeout=60).json()["tokens"]
+    ids = requests.post(f"{server.url}/tokenize", json={"model": "default", "prompt": asked}, timeout=60).json()[
+        "tokens"
+    ]
     data = {"image_data": [base_64(PNG)] * images} if images else {}
     for fields in ({"text": asked}, {"input_ids": ids}, {"text": [asked, "x"]}, {"text": asked, "stream": True}):
         several = isinstance(fields.get("text"), list)
@@ -117,7 +119,7 @@ def test_there_are_as_many_images_as_markers(server: Server, name: str) -> None:
 
 def test_ids_that_spell_a_marker_are_none(server: Server) -> None:
     def tokens(piece: str) -> list[int]:
-        body = {"model": "m", "prompt": piece}
+        body = {"model": "default", "prompt": piece}
         return list(requests.post(f"{server.url}/tokenize", json=body, timeout=60).json()["tokens"])
 
     spelled = [*tokens("<|image_"), *tokens("pad|>")]

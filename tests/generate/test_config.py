@@ -130,7 +130,7 @@ def test_every_fault_of_file_and_data_is_named_at_once_before_any_training(
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "bad.jsonl").write_text('{"image": "text.png", "question": "q", "answer": "fish"}\n')
-    rows(tmp_path / "odd.jsonl", *["left", "right"] * 8, "up")
+    rows(tmp_path / "odd.jsonl", *["left", "right"] * 8, "up", "up")
     rows(tmp_path / "odd-test.jsonl", "left", "down")
     text = """\
 base: tiny
@@ -152,7 +152,7 @@ datasets:
         "bad.jsonl:1: not an image",
         "bad.jsonl:1: pets: the answer 'fish' is outside the labels cat, dog",
         "empty.jsonl:1: cars: the split is empty",
-        "c.yaml:6: few: the validation split is empty",
+        "c.yaml:6: few: label '1' has 1; train, validation and test need an example each",
         "odd-test.jsonl:2: odd: the answer 'down' is outside the labels left, right, up",
     ):
         assert sum(expected in fault for fault in faults) == 1, (expected, faults)

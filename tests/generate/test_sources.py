@@ -55,6 +55,22 @@ def test_a_folder_per_label_is_split_label_by_label(tmp_path: Path) -> None:
     assert loaded.labels == ("cat", "red car")
 
 
+@pytest.mark.parametrize("few", [1, 2, 3, 4])
+def test_a_label_with_few_examples_is_in_every_split_or_named(tmp_path: Path, few: int) -> None:
+    for label, count in (("many", 40), ("rare", few)):
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (8, 8), (number, few, 0)).save(tmp_path / "data" / label / f"{number}.png")
+    one = spec({"folder": tmp_path / "data"})
+    if few < 3:
+        with pytest.raises(ConfigError, match=f"label 'rare' has {few}; train, validation and test need an example"):
+            load(tmp_path, one)
+        return
+    loaded = load(tmp_path, one)
+    assert all("rare" in {e.answer for e in examples} for examples in loaded.splits.values())
+    assert sum(e.answer == "rare" for examples in loaded.splits.values() for e in examples) == few
+
+
 def test_a_hugging_face_data_set_on_disk(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features(

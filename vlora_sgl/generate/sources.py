@@ -173,15 +173,18 @@ def _read(spec: DataSet, config: RunConfig, faults: list[str]) -> dict[str, list
                 rows[split] = _read_rows(spec, Path(spec.data[split]), faults)
     if len(faults) > before:
         return rows
-    _split_off(spec, rows, rng)
+    _split_off(spec, rows, rng, faults)
     for split in SPLITS:
         if not rows[split]:
             faults.append(f"{spec.where}: {spec.name}: the {split} split is empty")
     return rows
 
 
-def _split_off(spec: DataSet, rows: dict[str, list[Located]], rng: random.Random) -> None:
-    """Make the splits that are missing out of the training split, label by label, at random."""
+def _split_off(spec: DataSet, rows: dict[str, list[Located]], rng: random.Random, faults: list[str]) -> None:
+    """Make the splits that are missing out of the training split, label by label, at random.
+
+    A label has an example in each split, or is a fault: what no split has cannot be learned, or not be measured.
+    """
     shares = dict(zip(SPLITS, spec.split, strict=True))
     missing = [split for split in SPLITS[1:] if split not in rows]
     if not missing:
@@ -191,11 +194,16 @@ def _split_off(spec: DataSet, rows: dict[str, list[Located]], rng: random.Random
     for located in rows["train"]:
         groups.setdefault(located[1].answer if spec.kind.closed else "", []).append(located)
     rows.update({split: [] for split in ("train", *missing)})
-    for group in groups.values():
+    for label, group in groups.items():
+        if label and len(group) <= len(missing):
+            splits = " and ".join(", ".join(("train", *missing)).rsplit(", ", 1))
+            faults.append(
+                f"{spec.where}: {spec.name}: label {label!r} has {len(group)}; {splits} need an example each"
+            )
         rng.shuffle(group)
         start = 0
         for split in missing:
-            take = round(len(group) * shares[split] / whole)
+            take = max(round(len(group) * shares[split] / whole), int(bool(label and shares[split])))
             rows[split] += group[start : start + take]
             start += take
         rows["train"] += group[start:]

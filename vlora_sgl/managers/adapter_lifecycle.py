@@ -221,8 +221,7 @@ class AdapterLifecycle:
         """
         refusal = self._why_not_load(obj.lora_name, obj.lora_path)
         if refusal is not None:
-            logger.warning("adapter %r was refused: %s", obj.lora_name, refusal)
-            return self._refused(refusal)
+            return self._refused(refusal, obj.lora_name)
         return _reply(await self._in_turn(f"the load of adapter {obj.lora_name!r}", lambda: self._load_new(obj)))
 
     def refuse_tensors(self) -> Reply:
@@ -239,8 +238,7 @@ class AdapterLifecycle:
             UnknownAdapterResponse: nothing of that name is loaded.
         """
         if path is not None and (refusal := _why_no_path(path)) is not None:
-            logger.warning("adapter %r was refused: %s", name, refusal)
-            return self._refused(refusal)
+            return self._refused(refusal, name)
         return _reply(await self._in_turn(f"the reload of adapter {name!r}", lambda: self._replace(name, path)))
 
     async def unload(self, obj: UnloadLoRAAdapterReqInput) -> Reply:
@@ -418,8 +416,8 @@ class AdapterLifecycle:
     def _loaded(self) -> dict[str, str]:
         return {name: ref.lora_path for name, ref in self.known.items()}
 
-    def _refused(self, reason: str) -> LoadLoRAAdapterReqOutput:
-        logger.warning("adapters: %s", reason)
+    def _refused(self, reason: str, name: object = None) -> LoadLoRAAdapterReqOutput:
+        logger.warning("%s: %s", "adapters" if name is None else f"adapter {quoted(name)} was refused", reason)
         return _sgl.LoadLoRAAdapterReqOutput(success=False, error_message=reason, loaded_adapters=self._loaded())
 
 
