@@ -34,6 +34,7 @@ NAMES: dict[str, str] = {
     "Engine": "sglang.srt.entrypoints.engine:Engine",
     "set_envs_and_config": "sglang.srt.entrypoints.engine:_set_envs_and_config",
     "http_server": "sglang.srt.entrypoints.http_server",
+    "counted_path": "sglang.srt.utils.common:_get_fastapi_request_path",
     "init_tokenizer_manager": "sglang.srt.entrypoints.engine:init_tokenizer_manager",
     "run_scheduler_process": "sglang.srt.managers.scheduler:run_scheduler_process",
     "run_detokenizer_process": "sglang.srt.managers.detokenizer_manager:run_detokenizer_process",
@@ -236,6 +237,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc": ("self", "tensor"),
     "get_image_bytes": ("image_file",),
     "load_image": ("image_file", "gpu_image_decode"),
+    "counted_path": ("request",),
     "ProcessorMixin._check_special_mm_tokens": ("self", "text", "text_inputs", "modalities"),
     "ProcessorMixin._merge_kwargs": ("self", "ModelProcessorKwargs", "tokenizer_init_kwargs"),
     "get_rope_index": (

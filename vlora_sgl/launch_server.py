@@ -87,10 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         server_args = prepare(argv)
-        from vlora_sgl.entrypoints import adapters, bodies, vision
+        from vlora_sgl.entrypoints import adapters, bodies, metrics, vision
 
         for part in (vision, adapters, bodies):
             part.mount(_sgl.http_server.app)
+        metrics.mount()
         seams.verify(Stage.ENGINE, "http_server")
         _sgl.http_server.launch_server(
             server_args,

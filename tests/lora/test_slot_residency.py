@@ -1,11 +1,8 @@
-"""Slots: who is evicted, and what is counted. Metrics: what a scrape shows."""
+"""Slots: who is evicted, and what is counted."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 from vlora_sgl.lora.slot_residency import SlotResidency
-from vlora_sgl.managers.metrics import VLoraMetrics
 
 
 def filled(*uids: str) -> SlotResidency:
@@ -41,23 +38,3 @@ def test_thrash_is_counted_apart_from_first_loads() -> None:
         slots.remove(victim)
         slots.mark_used(victim)
     assert (slots.misses, slots.evictions, slots.reloads) == (6, 4, 4)
-
-
-def test_a_scrape_shows_tiers_modes_and_adapters() -> None:
-    from prometheus_client import CollectorRegistry
-
-    registry = CollectorRegistry()
-    metrics = VLoraMetrics({"model_name": "m"}, registry)
-    planner = {"switches": 3, "switch_seconds": 0.03, "starving": 1}
-
-    def scrape(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(f"vlora:{name}", {"model_name": "m", **labels})
-
-    slots = filled("a", "b").state()
-    metrics.update({"merged": 3, "unmerged": 1}, planner, slots, 5, Counter(a=2), Counter(a=1, base=4))
-    assert scrape("mode_share", mode="merged") == 0.75
-    assert (scrape("adapters", tier="device"), scrape("adapters", tier="host")) == (2, 3)
-    assert (scrape("switches"), scrape("starving_requests"), scrape("slot_misses")) == (3, 1, 2)
-    assert scrape("adapter_requests", adapter="a", state="waiting") == 2
-    metrics.update({"merged": 3, "unmerged": 1}, planner, slots, 5, Counter(), Counter(base=1))
-    assert scrape("adapter_requests", adapter="a", state="waiting") == 0

@@ -130,3 +130,17 @@ def test_another_policy_decides_from_the_next_iteration_on() -> None:
     assert planner.next(waiting, []).merged_adapter == "m"
     planner.use(make_policy("unmerged", COSTS))
     assert planner.next(waiting, []).merged_adapter is None
+
+
+def test_who_waits_and_who_runs_is_known_by_adapter() -> None:
+    planner = Planner(make_policy("merged", COSTS), 4, 3)
+    x, y = Request("x", "m"), Request("y", None)
+    planner.next([x, y], [])
+    planner.ran(planner.settle([("x", "m")]), [("m", 100)], prefill=True)
+    assert planner.requests() == {"waiting": {None: 1}, "running": {"m": 1}}
+    planner.next([], [x])  # the other was aborted
+    assert planner.requests() == {"waiting": {}, "running": {"m": 1}}
+    planner.next([x], [], chunked=y)  # one was retracted, the other is between two chunks
+    assert planner.requests() == {"waiting": {"m": 1}, "running": {None: 1}}
+    planner.next([], [])
+    assert planner.requests() == {"waiting": {}, "running": {}}

@@ -1,104 +1,146 @@
-"""Our metrics on SGLang's Prometheus endpoint (``--enable-metrics``), all under ``vlora:``."""
+"""Our gauges on ``/metrics`` (``--enable-metrics``), all under ``vlora:``, made from the engine's state at a scrape.
+
+Nothing is kept between two scrapes: what is shown is true when it is asked for, also of an idle server, and there is a
+series only for the adapters that are loaded. ``prometheus_client``'s own gauges cannot do that here: between processes
+they travel through files, which keep every value that was ever set.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vlora_sgl.core import JsonDict
 
 if TYPE_CHECKING:
     # Not while running: prometheus_client decides at import whether its values go to files.
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import Metric
 
 GAUGES: dict[str, tuple[str, ...]] = {
+    "engine_answers": ("Whether the engine answered this scrape in time; without it the others are left out.",),
     "mode_share": ("Share of the iterations so far that ran in this mode.", "mode"),
     "iterations": ("Iterations so far in this mode.", "mode"),
     "switches": ("Changes of the merged adapter so far.",),
     "switch_seconds": ("Seconds spent on them, by the cost table.",),
     "starving_requests": ("Requests that have waited over half of the bound.",),
-    "adapters": ("Adapters whose nearest copy is in this tier.", "tier"),
+    "adapters": ("Loaded adapters whose nearest copy is in this tier.", "tier"),
+    "adapter_residency": ("1 for the tier of a loaded adapter's nearest copy.", "adapter", "tier"),
     "slot_hits": ("Uses of an adapter that found it in its slot.",),
     "slot_misses": ("Uses of an adapter that had to load it.",),
     "slot_reloads": ("Loads of an adapter evicted a moment ago: slot thrash.",),
-    "adapter_requests": ("Requests of an adapter.", "adapter", "state"),
+    "adapter_requests": ("Requests of a loaded adapter, or of the base model.", "adapter", "state"),
+    "unloaded_requests": ("Requests of adapters that were unloaded while they ran.", "state"),
     "reuse_tokens": ("Tokens of requests so far, and those of them taken from the cache.", "kind"),
     "encoder_images": ("Look-ups of an image in the encoder's cache so far.", "found"),
     "head_requests": ("Requests of vision heads so far.", "answer"),
 }
-"""Name of a gauge -> what it shows, and its labels beside SGLang's."""
+"""Name of a gauge -> what it shows, and its labels beside those that all have."""
 
 TOKENS = ("prompt", "prompt_image", "cached_text", "cached_image", "shared")
 """The label ``kind`` of ``vlora:reuse_tokens``; each shows the total of that name."""
 
+TIERS = ("device", "host", "disk")
+BASE = "base"
+"""The label ``adapter`` of requests without one; an empty one where an adapter has this name."""
 
-class VLoraMetrics:
-    """Gauges of one scheduler process.
+Sample = tuple[str, float, dict[str, str]]
+"""A gauge's name, its value, and the values of its labels."""
 
-    Made only after SGLang has set ``PROMETHEUS_MULTIPROC_DIR``: the values travel to the HTTP process through files
-    there.
+
+class Scrape:
+    """What ``prometheus_client`` collects once (``CollectorRegistry.register``).
 
     Args:
-        labels: SGLang's labels of this scheduler (model name, ranks).
-        registry: where to register; by default prometheus_client's own.
+        labels: what every gauge has.
+        samples: by the names in ``GAUGES``.
     """
 
-    def __init__(self, labels: Mapping[str, str], registry: CollectorRegistry | None = None) -> None:
-        from prometheus_client import REGISTRY, Gauge
+    def __init__(self, labels: Mapping[str, str], samples: Iterable[Sample]) -> None:
+        self._labels, self._samples = dict(labels), samples
 
-        self._labels, where = dict(labels), registry or REGISTRY
-        self._gauges = {
-            name: Gauge(f"vlora:{name}", text, (*labels, *more), multiprocess_mode="mostrecent", registry=where)
-            for name, (text, *more) in GAUGES.items()
-        }
-        self._shown: set[tuple[str, str]] = set()
+    def collect(self) -> Iterator[Metric]:
+        """The gauges that have a sample."""
+        from prometheus_client.core import GaugeMetricFamily
 
-    def _set(self, name: str, value: float, **labels: str) -> None:
-        self._gauges[name].labels(**self._labels, **labels).set(value)
+        found: dict[str, GaugeMetricFamily] = {}
+        for name, value, labels in self._samples:
+            text, *more = GAUGES[name]
+            family = found.setdefault(name, GaugeMetricFamily(f"vlora:{name}", text, labels=[*self._labels, *more]))
+            family.add_metric([_printable(one) for one in (*self._labels.values(), *map(labels.get, more))], value)
+        yield from found.values()
 
-    def update_reuse(self, reuse: Mapping[str, int], encoder: Mapping[str, int], heads: Mapping[str, int]) -> None:
-        """Set what was saved: totals of the prefix cache, the encoder's cache and the heads."""
-        for kind in TOKENS:
-            self._set("reuse_tokens", reuse.get(f"{kind}_tokens", 0), kind=kind)
-        self._set("encoder_images", encoder["hits"], found="yes")
-        self._set("encoder_images", encoder["misses"], found="no")
-        self._set("head_requests", heads["requests"] - heads["remembered"], answer="computed")
-        self._set("head_requests", heads["remembered"], answer="remembered")
 
-    def update(
-        self,
-        iterations: Mapping[str, int],
-        planner: JsonDict,
-        slots: JsonDict,
-        in_host: int,
-        waiting: Counter[str],
-        running: Counter[str],
-    ) -> None:
-        """Set what concerns modes, slots and adapters.
+def _printable(label: object) -> str:
+    return str(label).encode(errors="backslashreplace").decode()  # Prometheus reads UTF-8, which not every name has
 
-        Args:
-            iterations: iterations so far, by mode.
-            planner: ``Planner.state()``.
-            slots: ``SlotResidency.state()``.
-            in_host: adapters loaded in host memory, those in slots included.
-            waiting: waiting requests by adapter name.
-            running: running requests by adapter name.
-        """
-        total = sum(iterations.values()) or 1
-        for mode, count in iterations.items():
-            self._set("iterations", count, mode=mode)
-            self._set("mode_share", count / total, mode=mode)
-        self._set("switches", planner["switches"])
-        self._set("switch_seconds", planner["switch_seconds"])
-        self._set("starving_requests", planner["starving"])
-        for event in ("hits", "misses", "reloads"):
-            self._set(f"slot_{event}", slots[event])
-        self._set("adapters", slots["resident"], tier="device")
-        self._set("adapters", in_host - slots["resident"], tier="host")
-        present = {(adapter, state) for state, c in (("waiting", waiting), ("running", running)) for adapter in c}
-        # An adapter that left reads 0 once: a gauge that vanished would keep its last value in the files.
-        for adapter, state in self._shown | present:
-            count = (waiting if state == "waiting" else running)[adapter]
-            self._set("adapter_requests", count, adapter=adapter, state=state)
-        self._shown = present
+
+def samples_of(state: JsonDict, adapters: Sequence[JsonDict]) -> Iterator[Sample]:
+    """All there is to show.
+
+    Args:
+        state: what the scheduler says of us (``internal_states[].vlora`` of ``/server_info``).
+        adapters: the loaded adapters (``AdapterLifecycle.listed``).
+    """
+    yield "engine_answers", 1, {}
+    yield from _saved(state["reuse"], state["encoder"], state["heads"])
+    if state["plan"] is not None:
+        yield from _planned(state["batches_by_mode"], state["plan"])
+        yield from _adapters(adapters)
+        yield from _requests({row["name"] for row in adapters}, state["plan"]["requests"])
+
+
+def _saved(reuse: Mapping[str, int], encoder: Mapping[str, int], heads: Mapping[str, int]) -> Iterator[Sample]:
+    """Totals of the prefix cache, the encoder's cache and the heads."""
+    for kind in TOKENS:
+        yield "reuse_tokens", reuse.get(f"{kind}_tokens", 0), {"kind": kind}
+    yield "encoder_images", encoder["hits"], {"found": "yes"}
+    yield "encoder_images", encoder["misses"], {"found": "no"}
+    yield "head_requests", heads["requests"] - heads["remembered"], {"answer": "computed"}
+    yield "head_requests", heads["remembered"], {"answer": "remembered"}
+
+
+def _planned(iterations: Mapping[str, int], plan: JsonDict) -> Iterator[Sample]:
+    """Modes, switches and slots."""
+    total = sum(iterations.values()) or 1
+    for mode, count in iterations.items():
+        yield "iterations", count, {"mode": mode}
+        yield "mode_share", count / total, {"mode": mode}
+    yield "switches", plan["switches"], {}
+    yield "switch_seconds", plan["switch_seconds"], {}
+    yield "starving_requests", plan["starving"], {}
+    for event in ("hits", "misses", "reloads"):
+        yield f"slot_{event}", plan["slots"][event], {}
+
+
+def _adapters(adapters: Sequence[JsonDict]) -> Iterator[Sample]:
+    """Where the loaded adapters are."""
+    for tier in TIERS:
+        yield "adapters", sum(row["residency"] == tier for row in adapters), {"tier": tier}
+    for row in adapters:
+        yield "adapter_residency", 1, {"adapter": row["name"], "tier": row["residency"]}
+
+
+def _requests(loaded: set[str], requests: Mapping[str, Mapping[str, int]]) -> Iterator[Sample]:
+    """Requests by state and adapter; the base model's key is the empty name."""
+    for state, counts in requests.items():
+        yield "adapter_requests", counts.get("", 0), {"adapter": BASE if BASE not in loaded else "", "state": state}
+        for name in loaded:
+            yield "adapter_requests", counts.get(name, 0), {"adapter": name, "state": state}
+        gone = sum(count for name, count in counts.items() if name and name not in loaded)
+        yield "unloaded_requests", gone, {"state": state}
+
+
+def counted_path(original: Callable[[Any], tuple[str, bool]], request: Any) -> tuple[str, bool]:
+    """Wraps what SGLang counts a request by: paths that no route has are one, so that a client cannot make series."""
+    path, handled = original(request)
+    return (path if handled else "other"), handled
+
+
+class VLoraMetrics:
+    """Takes what the scheduler tells while it runs; a scrape asks for its state instead."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None: ...
+
+    def update_reuse(self, *_: object) -> None: ...
+
+    def update(self, *_: object) -> None: ...

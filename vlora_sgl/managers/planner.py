@@ -51,6 +51,7 @@ class Planner:
         self.seconds_by_mode = dict.fromkeys(InferenceMode, 0.0)
         self.starving = 0
         self._states: dict[str, RequestState] = {}
+        self._started: set[str] = set()
         self._arrivals = 0
         self._mean_output = OUTPUT_GUESS
         self._plan: BatchPlan | None = None
@@ -83,6 +84,7 @@ class Planner:
             states[chunked.rid] = self._state(chunked)
             late.insert(0, states[chunked.rid])
         self._forget(states)
+        self._started = {state.rid for state in rows} | ({chunked.rid} if chunked is not None else set())
         queues = QueueState(
             clock=self.clock,
             waiting=visible(late, self.window),
@@ -133,6 +135,7 @@ class Planner:
             self.merged = plan.merged_adapter
         # SGLang forms the batch after ``next`` saw the queues: a row it may have put in since has no state yet.
         states = [self._states.get(rid) for rid in plan.requests]
+        self._started.update(plan.requests)
         groups: Counter[AdapterId] = Counter()
         context = 0.0
         for (adapter, tokens), state in zip(rows, states, strict=True):
@@ -151,6 +154,13 @@ class Planner:
     def use(self, policy: Policy) -> None:
         """Decide by another policy from the next iteration on; what the one before remembered is dropped."""
         self.policy, self.memory = policy, {}
+
+    def requests(self) -> dict[str, Counter[AdapterId]]:
+        """Unfinished requests by adapter, those that wait and those that run, as of the last iteration."""
+        counts: dict[str, Counter[AdapterId]] = {"waiting": Counter(), "running": Counter()}
+        for rid, state in self._states.items():
+            counts["running" if rid in self._started else "waiting"][state.adapter] += 1
+        return counts
 
     def state(self) -> JsonDict:
         """Figures for ``/server_info`` and the metrics; the seconds are the cost table's."""

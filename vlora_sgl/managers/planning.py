@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -123,9 +124,20 @@ class Planning:
         if self.iteration_log is not None:
             self.iteration_log.done(number)
 
+    def requests(self) -> dict[str, Counter[str]]:
+        """Unfinished requests by the name of their adapter, those that wait and those that run; ``""`` is the base."""
+        refs = self.lora_manager.lora_refs
+        counts: dict[str, Counter[str]] = {}
+        for state, by_id in self.planner.requests().items():
+            counts[state] = Counter()
+            for adapter, count in by_id.items():
+                counts[state][refs[adapter].lora_name if adapter in refs else adapter or ""] += count
+        return counts
+
     def state(self) -> JsonDict:
         """Figures for ``/server_info`` and the metrics."""
-        return {**self.planner.state(), "slots": self.residency.state()}
+        requests = {state: dict(counts) for state, counts in self.requests().items()}
+        return {**self.planner.state(), "slots": self.residency.state(), "requests": requests}
 
 
 def make_policy_of(args: VLoraArgs, costs: CostTable) -> Policy:

@@ -248,9 +248,13 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
 
     async def list_lora_adapters(self) -> list[JsonDict]:
         """Every loaded adapter: where its nearest copy is, what it is, who uses it."""
+        return (await self.state_and_adapters())[1]
+
+    async def state_and_adapters(self) -> tuple[JsonDict, list[JsonDict]]:
+        """What the scheduler says of us now, and every loaded adapter."""
         self.auto_create_handle_loop()
         (state, *_) = await self.get_internal_state()
-        return self.adapters.listed(state["vlora"]["adapters"])
+        return state["vlora"], self.adapters.listed(state["vlora"]["adapters"])
 
 
 async def hash_images(inputs: MultimodalInputs | None) -> None:
