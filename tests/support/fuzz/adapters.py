@@ -51,6 +51,8 @@ def _spoil_tensors(pick: random.Random, path: Path) -> None:
         tensors = load_file(path / WEIGHTS)
     except Exception:  # it is spoiled already
         return
+    if not tensors or not all(one.dim() for one in tensors.values()):
+        return
     name = pick.choice(sorted(tensors))
     tensor = tensors[name]
     kind = pick.randrange(10)
