@@ -25,7 +25,9 @@ LONGEST = 20_000
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("good")
-    tiny_adapter(tiny_model("qwen2_5_vl"), path, target_modules=["q_proj", "down_proj"])
+    tiny_adapter(
+        tiny_model("qwen2_5_vl"), path, target_modules=r".*layers.*(q_proj|down_proj)", exclude_modules=".*visual.*"
+    )
     return path
 
 
@@ -37,8 +39,8 @@ def test_a_directory_of_any_content_is_read_or_refused(seed: int, good: Path, tm
         try:
             allowed_directory(str(directory), [str(tmp_path)])
             if is_routed(directory):
-                member_names(directory, "r")
                 read_routed(directory, "r", 64, 512)
+                member_names(directory, "r")
             read_adapter(directory, layout)
             load_heads(directory, 64, "cpu", read_description(directory))
         except (AdapterError, HeadError) as error:

@@ -85,7 +85,7 @@ def read_routed(directory: str | Path, name: str, hidden: int, vocabulary: int) 
     path = Path(directory) / ROUTED_FILE
     data = read_json(path)
     kind = data.get("router") if isinstance(data, dict) else None
-    if kind not in _KEYS or data.get("format") != FORMAT:
+    if kind not in tuple(_KEYS) or data.get("format") != FORMAT:
         raise AdapterError(f'{path}: expected "format": {FORMAT} and "router", one of {sorted(_KEYS)}, got {kind!r}')
     unknown = data.keys() - _KEYS[kind] - {"format", "router"}
     if unknown:

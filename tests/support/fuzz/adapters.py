@@ -29,10 +29,18 @@ def directory(pick: random.Random, root: Path, good: Path) -> Path:
     return path
 
 
+def _is_plain(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink()
+
+
 def _spoil_config(pick: random.Random, path: Path) -> None:
+    if not _is_plain(path / CONFIG):
+        return
     try:
         config: Any = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError):
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(config, dict):
         return
     for _ in range(pick.choice((1, 1, 2))):
         options = ["rank_pattern", "alpha_pattern", "use_rslora", "modules_to_save", "layers_to_transform", "new"]
@@ -47,6 +55,8 @@ def _spoil_config(pick: random.Random, path: Path) -> None:
 
 
 def _spoil_tensors(pick: random.Random, path: Path) -> None:
+    if not _is_plain(path / WEIGHTS):
+        return
     try:
         tensors = load_file(path / WEIGHTS)
     except Exception:  # it is spoiled already
@@ -84,7 +94,9 @@ def _spoil_tensors(pick: random.Random, path: Path) -> None:
 
 def _spoil_file(pick: random.Random, path: Path) -> None:
     file = path / pick.choice((CONFIG, WEIGHTS))
-    data = file.read_bytes() if file.is_file() else b""
+    if not _is_plain(file):
+        return
+    data = file.read_bytes()
     kind = pick.randrange(8)
     if kind < 2:
         file.write_bytes(spoiled(data, pick))
@@ -93,7 +105,7 @@ def _spoil_file(pick: random.Random, path: Path) -> None:
     elif kind == 3:
         file.write_bytes(_header(pick) + data[8:])
     else:
-        file.unlink(missing_ok=True)
+        file.unlink()
         if kind == 4:
             os.mkfifo(file)
         elif kind == 5:
