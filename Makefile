@@ -47,8 +47,9 @@ slow: setup ## the tests that start engines of their own, which test leaves out 
 families: setup ## tiny models of every family, each on a server of its own (minutes)
 	$(PY) -m pytest tests/e2e/test_families.py --slow
 
-soak: setup ## ten minutes of wear: adapters come and go, clients hang up; records its figures
+soak: setup ## half an hour of wear: adapters come and go, clients hang up, requests of any content; records its figures
 	$(PY) -m tests.soak
+	$(PY) -m tests.soak.fuzzing
 
 clean: ## forget the environment and caches
 	rm -rf .venv .uv .pytest_cache .mypy_cache .ruff_cache

@@ -25,6 +25,8 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+MESSAGE_CHARS = 4000
+"""What a message may have; one that quotes what somebody sent could be as long as that."""
 QUOTED_CHARS = 80
 LISTED_NAMES = 100
 _SHORT = reprlib.Repr()
@@ -48,9 +50,12 @@ def listed(names: Sequence[str]) -> str:
 
 
 class VLoraError(Exception):
-    """Base class of all errors of this package."""
+    """Base class of all errors of this package. Of a long message the middle is left out."""
 
     http_status = 400
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_shortened(one) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(VLoraError, ValueError):
@@ -202,3 +207,8 @@ class ProgramError(VLoraError, RuntimeError):
 
 class ProgramCancelled(ProgramError):
     """The run was cancelled by its caller."""
+
+
+def _shortened(message: str) -> str:
+    end = MESSAGE_CHARS // 4
+    return message if len(message) <= MESSAGE_CHARS else f"{message[: MESSAGE_CHARS - end]}…{message[-end:]}"

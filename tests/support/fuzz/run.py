@@ -6,9 +6,10 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import requests
@@ -20,6 +21,12 @@ HANG_S = 60.0
 ALLOWED = (501, 503)
 """Statuses of 500 and more that are an answer: not supported, not now."""
 BATCH = 24
+REFERENCE: dict[str, Any] = {
+    "text": "What is this?",
+    "lora_path": "A",
+    "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True},
+}
+"""What is asked beside, again and again."""
 
 
 @dataclass
@@ -44,6 +51,9 @@ class Tally:
     @property
     def requests(self) -> int:
         return sum(self.statuses.values())
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests {dict(sorted(self.statuses.items()))}, {self.reference} beside"
 
     @property
     def faults(self) -> list[str]:
@@ -75,17 +85,15 @@ class Fuzzer:
         self.tally, self._reference = Tally(), {**reference, "stream": True}
         self._lock, self._stop = threading.Lock(), threading.Event()
 
-    def run(self, make: Callable[[int], Call], numbers: Iterator[int], seconds: float = float("inf")) -> Tally:
+    def run(self, make: Callable[[int], Call], numbers: Iterable[int], seconds: float = float("inf")) -> Tally:
         """Send them, in batches, until they or the time are over or the server is."""
-        deadline = time.monotonic() + seconds
+        deadline, numbers = time.monotonic() + seconds, iter(numbers)
         expected = self._answer()
         beside = threading.Thread(target=self._repeat, args=(expected,))
         beside.start()
         try:
             with ThreadPoolExecutor(self.clients) as pool:
-                while time.monotonic() < deadline and (
-                    batch := [n for _, n in zip(range(BATCH), numbers, strict=False)]
-                ):
+                while time.monotonic() < deadline and (batch := list(islice(numbers, BATCH))):
                     calls = [make(number) for number in batch]
                     list(pool.map(self._send, calls))
                     if not self._healthy():
