@@ -34,6 +34,7 @@ from vlora_sgl.managers.shutdown import Shutdown
 from vlora_sgl.managers.stopping import show_regex
 from vlora_sgl.managers.waits import behind, limit_of, within
 from vlora_sgl.multimodal.markers import Markers
+from vlora_sgl.managers.unreadable import refusing_what_cannot_be_read
 from vlora_sgl.multimodal.opening import naming_images
 from vlora_sgl.multimodal.words import Words
 from vlora_sgl.request import show
@@ -149,9 +150,10 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         Raises:
             RequestError: there are not.
             ImageError: an image that cannot be opened.
+            RequestError: something else of it that SGLang cannot read.
         """
         self.markers.check(obj, self.words)
-        with naming_images(obj):
+        with naming_images(obj), refusing_what_cannot_be_read():
             tokenized = await super()._tokenize_one_request(obj)
         await hash_images(getattr(tokenized, "mm_inputs", None))
         return tokenized
