@@ -23,6 +23,7 @@ OTHERS += ("adapter_model.safetensors.index.json", "added_tokens.json", "adapter
 def directory(pick: random.Random, root: Path, good: Path) -> Path:
     """A copy of a good adapter below ``root``, one or two things of it wrong; whole once in a while."""
     path = root / f"spoiled-{pick.getrandbits(48):012x}"
+    shutil.rmtree(path, ignore_errors=True)  # of the same request, sent before
     shutil.copytree(good, path)
     for _ in range(pick.choice((0, 1, 1, 1, 1, 1, 1, 1, 2, 2))):
         pick.choice((_spoil_config, _spoil_config, _spoil_tensors, _spoil_tensors, _spoil_file, _add_file))(pick, path)

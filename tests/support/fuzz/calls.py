@@ -45,7 +45,7 @@ class Call:
 
 
 class Calls:
-    """Makes requests; the same number gives the same one, but for the names of adapter directories.
+    """Makes requests; the same number of the same seed gives the same one.
 
     Args:
         description: the server's ``/openapi.json``.
