@@ -54,8 +54,8 @@ class VLoraError(Exception):
 
     http_status = 400
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*(_shortened(one) if isinstance(one, str) else one for one in args))
+    def __init__(self, *args: object, **named: str | None) -> None:
+        super().__init__(*(_shortened(one) if isinstance(one, str) else one for one in args), **named)
 
 
 class ConfigError(VLoraError, ValueError):
