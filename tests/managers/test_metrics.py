@@ -26,6 +26,7 @@ def state(**requests: dict[str, int]) -> dict[str, Any]:
         "reuse": {f"{kind}_tokens": getattr(totals, f"{kind}_tokens") for kind in TOKENS},
         "encoder": {"hits": 5, "misses": 6},
         "heads": {"requests": 9, "remembered": 4},
+        "faults": {"nonfinite": 2, "head": 0},
         "batches_by_mode": {"merged": 3, "unmerged": 1, "mixture": 0},
         "plan": {"switches": 3, "switch_seconds": 0.5, "starving": 1, "slots": slots.state(), "requests": requests},
     }
@@ -56,6 +57,7 @@ def test_every_gauge_shows_what_the_engine_says() -> None:
     assert tokens == {"prompt": 100, "prompt_image": 60, "cached_text": 30, "cached_image": 40, "shared": 20}
     assert (shown["encoder_images", "yes"], shown["encoder_images", "no"]) == (5, 6)
     assert (shown["head_requests", "computed"], shown["head_requests", "remembered"]) == (5, 4)
+    assert (shown["faults", "nonfinite"], shown["faults", "head"]) == (2, 0)
     assert (shown["mode_share", "merged"], shown["iterations", "unmerged"]) == (0.75, 1)
     assert (shown["switches",], shown["switch_seconds",], shown["starving_requests",]) == (3, 0.5, 1)
     assert (shown["slot_hits",], shown["slot_misses",], shown["slot_reloads",]) == (1, 2, 0)
@@ -82,4 +84,4 @@ def test_a_name_of_any_kind_is_one_series(name: str) -> None:
 
 def test_without_adapters_what_does_not_concern_them_is_shown() -> None:
     shown = scraped({**state(), "plan": None}, [])
-    assert {key[0] for key in shown} == {"engine_answers", "reuse_tokens", "encoder_images", "head_requests"}
+    assert {key[0] for key in shown} == {"engine_answers", "reuse_tokens", "encoder_images", "head_requests", "faults"}
