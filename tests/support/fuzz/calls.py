@@ -33,6 +33,7 @@ class Call:
     Attributes:
         leaves_after: seconds after which the client hangs up, or ``None``.
         chunks: how many pieces of a stream it takes before it hangs up, or ``None``.
+        wire: bytes that are written instead, all else being nothing.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)
     leaves_after: float | None = None
     chunks: int | None = None
+    wire: bytes | None = None
 
 
 class Calls:
@@ -68,6 +70,8 @@ class Calls:
         pick = random.Random(f"{self._seed} {number}")
         if pick.random() < 0.02:
             return Call(number, pick.choice(("GET", "POST", "HEAD")), pick.choice(BESIDE), b"{}")
+        if pick.random() < 0.02:
+            return Call(number, "WIRE", "", wire=raw.wire(pick))
         if number < len(self.routes):  # each once
             return self._call(number, self.routes[number], pick)
         (route,) = pick.choices(self.routes, self._weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
@@ -109,8 +111,8 @@ class Fuzzer:
     def _send(self, call: Call) -> None:
         began = time.monotonic()
         try:
-            status, error = self._ask(call, began)
-        except requests.RequestException as error_:
+            status, error = self._ask(call, began) if call.wire is None else self._write(call.wire)
+        except (requests.RequestException, OSError) as error_:
             late = time.monotonic() - began >= HANG_S - 1
             status, error = ("hung" if late else "left" if call.leaves_after is not None else "cut"), repr(error_)
         with self._lock:
@@ -136,6 +138,19 @@ class Fuzzer:
                     return ("left" if call.leaves_after is not None else "hung"), None
             found = reply.status_code if reply.status_code != 200 else _status_of_events(text)
             return str(found), text.decode(errors="replace") if found >= 500 else None
+
+    def _write(self, data: bytes) -> tuple[str, str | None]:
+        """The status of what came back within a moment, if any."""
+        address = urlsplit(self.url)
+        with socket.create_connection((str(address.hostname), int(address.port or 80)), HANG_S) as connection:
+            connection.sendall(data)
+            connection.settimeout(0.5)
+            try:
+                found = connection.recv(1 << 16)
+            except TimeoutError:
+                return "left", None
+        status = found[9:12].decode(errors="replace") if found.startswith(b"HTTP/") else "cut"
+        return status, found.decode(errors="replace") if status.startswith("5") else None
 
     def _answer(self) -> list[int]:
         """The tokens of the reference stream, from its first to its last event."""
@@ -180,7 +195,7 @@ def _status_of_events(text: bytes) -> int:
 
 
 def _shown(call: Call) -> str:
-    body = (call.body or b"").decode(errors="replace")
+    body = (call.body or call.wire or b"").decode(errors="replace")
     return (
         f"#{call.number} {call.method} {call.path[:200]} {body if len(body) < 700 else body[:350] + '…' + body[-350:]}"
     )
