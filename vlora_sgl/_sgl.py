@@ -82,6 +82,7 @@ NAMES: dict[str, str] = {
     "TokenizerManager": "sglang.srt.managers.tokenizer_manager:TokenizerManager",
     "FanOutCommunicator": "sglang.srt.managers.communicator:FanOutCommunicator",
     "OpenAIServingBase": "sglang.srt.entrypoints.openai.serving_base:OpenAIServingBase",
+    "AnthropicServing": "sglang.srt.entrypoints.anthropic.serving:AnthropicServing",
     "LoadLoRAAdapterReqInput": "sglang.srt.managers.io_struct:LoadLoRAAdapterReqInput",
     "LoadLoRAAdapterReqOutput": "sglang.srt.managers.io_struct:LoadLoRAAdapterReqOutput",
     "UnloadLoRAAdapterReqInput": "sglang.srt.managers.io_struct:UnloadLoRAAdapterReqInput",
@@ -237,6 +238,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc": ("self", "tensor"),
     "get_image_bytes": ("image_file",),
     "load_image": ("image_file", "gpu_image_decode"),
+    "OpenAIServingBase.create_error_response": ("self", "message", "err_type", "status_code", "param"),
+    "AnthropicServing._error_response": ("self", "status_code", "error_type", "message", "exception_name"),
     "counted_path": ("request",),
     "ProcessorMixin._check_special_mm_tokens": ("self", "text", "text_inputs", "modalities"),
     "ProcessorMixin._merge_kwargs": ("self", "ModelProcessorKwargs", "tokenizer_init_kwargs"),
@@ -350,6 +353,12 @@ NOISE: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.tokenizer_manager": ("Received output for rid=",),
     "sglang.srt.utils.common": ("Fail to set RLIMIT", "Processor tokenizer for"),
 }
+
+# SGLang's loggers that tell of a client's fault with the place in the source where it was found.
+TOLD_AT_LENGTH = (
+    *(f"sglang.srt.entrypoints.openai.serving_{kind}" for kind in ("base", "chat", "responses", "tokenize", "rerank")),
+    "sglang.srt.entrypoints.anthropic.serving",
+)
 
 
 def __getattr__(name: str) -> Any:

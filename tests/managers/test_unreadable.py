@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from pydantic import BaseModel, model_validator
 
 from vlora_sgl.errors import ImageError, RequestError, UnknownAdapterError
-from vlora_sgl.managers.unreadable import UNFORESEEN, refusing_what_cannot_be_read
+from vlora_sgl.managers.unreadable import MEDIA, UNFORESEEN, is_of_the_request, refusing_what_cannot_be_read
 
 
 @pytest.mark.parametrize("kind", [*UNFORESEEN, KeyError, IndexError, ZeroDivisionError])
@@ -28,3 +31,36 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, refusing_what_cannot_be_read():
         raise error
     assert caught.value is error
+
+
+def test_an_error_raised_while_a_body_is_read_is_the_requests_and_another_is_not() -> None:
+    class Schema(BaseModel):
+        value: int
+
+        @model_validator(mode="before")
+        @classmethod
+        def look(cls, values: Any) -> Any:
+            return values.get("value")  # as some of SGLang's do
+
+    def caught(call: Callable[[], object]) -> Exception:
+        try:
+            call()
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    def _convert_to_internal_request() -> None:
+        raise TypeError("of the body")
+
+    def elsewhere() -> None:
+        raise TypeError("a fault of ours")
+
+    assert is_of_the_request(caught(lambda: Schema.model_validate([])))
+    assert is_of_the_request(caught(_convert_to_internal_request))
+    assert is_of_the_request(ValueError("x"))
+    assert not is_of_the_request(caught(elsewhere)) and not is_of_the_request(OSError("x"))
+
+
+def test_a_video_that_cannot_be_opened_is_a_refusal() -> None:
+    with pytest.raises(RequestError, match="No module named"), refusing_what_cannot_be_read():
+        raise RuntimeError(f"{MEDIA} VIDEO data at index 0: No module named 'decord'")
