@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of all that is sent")
     parser.add_argument("--first", type=int, default=0, help="number of the first request")
     parser.add_argument("--replicas", type=int, default=0, help="so many behind a replica router; records nothing")
+    parser.add_argument("--logs", type=Path, help="directory that keeps what the servers printed")
     parser.add_argument("--summary", type=Path, default=summary.SUMMARY, help="file that takes the figures")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -47,6 +49,10 @@ def main() -> None:
         tiny = TinyModel(model, {name: make_adapter(root / name, model, seed) for seed, name in enumerate("AB", 1)})
         say(f"seed {args.seed}")
         tally = fuzz_cluster(tiny, root, args) if args.replicas else fuzz_server(tiny, root, args)
+        if args.logs is not None:
+            args.logs.mkdir(parents=True, exist_ok=True)
+            for log in (*root.glob("*.txt"), *root.glob("*.log")):
+                shutil.copy(log, args.logs)
     say(str(tally))
     for fault in tally.faults:
         say(fault)
