@@ -176,3 +176,12 @@ def test_a_text_request_costs_microseconds() -> None:
             GATE.check(request)
         best = min(best, (time.perf_counter() - start) / 200)
     assert best < 50e-6
+
+
+@pytest.mark.parametrize("media", [{}, "data:,", {"url": "data:,"}])
+@pytest.mark.parametrize("name", ["image_data", "video_data", "audio_data"])
+def test_media_of_several_prompts_to_embed_are_a_list(name: str, media: Any) -> None:
+    with pytest.raises(RequestError, match=f"{name} must be a list with one entry for each of 2 prompts"):
+        GATE.check(_sgl.EmbeddingReqInput(text=["x", "y"], **{name: media}))
+    GATE.check(_sgl.EmbeddingReqInput(text=["x", "y"], **{name: ["data:,", None]}))
+    GATE.check(_sgl.EmbeddingReqInput(text="x", **{name: "data:,"}))

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import GenerateReqInput
 from vlora_sgl.errors import RequestError
 from vlora_sgl.managers.checks import (
@@ -53,6 +54,7 @@ INTERNAL = (
 )
 """Fields that SGLang's own processes write for each other."""
 
+MEDIA = ("image_data", "video_data", "audio_data")
 LONG_REPEAT = 64
 """A stop expression may repeat one thing more often than this, and no second one."""
 
@@ -115,7 +117,7 @@ def _fields(limits: Limits) -> dict[str, _Field]:
         "input_ids": _Field(ids, batched=True),
         "input_embeds": _Field(list_of(rows, limits.context, 1), batched=True),
         **dict.fromkeys(
-            ("image_data", "video_data", "audio_data"),
+            MEDIA,
             # SGLang takes a prompt that gets several answers for a batch of one.
             _Field(media | media_list, batched=True, alone=list_of(media_list, 1, 1)),
         ),
@@ -210,6 +212,8 @@ class RequestGate:
             if value is None or value is default:
                 continue
             field = self._fields.get(name, _Field(NOTHING))
+            if name in MEDIA and prompts is not None and isinstance(request, _sgl.EmbeddingReqInput):
+                self._check_is_list(name, value, prompts)  # SGLang would take the value's parts for it
             listed = field.batched and isinstance(value, list) and not (field.shared and field.check.fits(value))
             if listed and prompts is not None:
                 self._check_list(name, field.check, value, prompts)
@@ -242,6 +246,13 @@ class RequestGate:
         if found is not None and not 0 < found <= MAX_BATCH:
             raise RequestError(f"a batch must hold 1 to {MAX_BATCH} prompts; got {found}")
         return found
+
+    @staticmethod
+    def _check_is_list(name: str, value: object, prompts: int) -> None:
+        if not isinstance(value, list):
+            raise RequestError(
+                f"{name} must be a list with one entry for each of {prompts} prompts; got {shown(value)}"
+            )
 
     @staticmethod
     def _check_list(name: str, check: Check, values: list[object], prompts: int) -> None:
