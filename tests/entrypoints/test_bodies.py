@@ -222,3 +222,12 @@ def limited(parts: list[bytes], told: int | None, most: int = 10, patience: floa
 )
 def test_a_body_is_bounded_whatever_is_told_of_it(parts: list[bytes], told: int | None, expected: Any) -> None:
     assert limited(parts, told) == expected
+
+
+@pytest.mark.parametrize("wrong", ["x", [], 5, [{}]])
+def test_a_type_that_sglangs_schemas_do_not_foresee_is_refused(client: TestClient, wrong: Any) -> None:
+    body = {"model": "A", "messages": [{"role": "user", "content": "x"}], "response_format": wrong}
+    for path in ("/v1/chat/completions", "/invocations"):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400 and "\n" not in answer.text
+        assert client.post(path, json=[body]).status_code == 400

@@ -20,6 +20,7 @@ from vlora_sgl.entrypoints.stopping import RefuseWhileStopping
 from vlora_sgl.entrypoints.stream_errors import StreamErrors
 from vlora_sgl.errors import RequestError, VLoraError, quoted
 from vlora_sgl.managers.model_names import NAMED, adapter_named
+from vlora_sgl.managers.unreadable import UNFORESEEN, in_line, is_of_the_request
 from vlora_sgl.seams import Place
 from vlora_sgl.server_args import VLoraArgs
 from vlora_sgl.strict_json import read_json
@@ -126,9 +127,16 @@ def mount(app: FastAPI) -> None:
         status = error.http_status if isinstance(error, VLoraError) else 400  # as SGLang's handlers have it
         return await refused(request, HTTPException(status, str(error)))
 
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        if not is_of_the_request(error):
+            raise error
+        logger.warning("%s: %s", request.scope["path"], in_line(error))
+        return await refused(request, HTTPException(400, in_line(error)))
+
     seams.place("http_server.ORJSONRequest.json", [Place(server.ORJSONRequest, "json", read)])
     shown = [Place(handlers, kind, wrong) for kind in (VLoraError, ValueError)]
     shown.append(Place(handlers, RequestValidationError, invalid))
+    shown += [Place(handlers, kind, unforeseen) for kind in UNFORESEEN]
     seams.place("http_server.app.exception_handlers", shown)
     limit = Middleware(BodyLimit, most=VLoraArgs.from_environment().max_body_bytes)
     outermost_first = (Middleware(RefuseWhileStopping), Middleware(StreamErrors), limit)
