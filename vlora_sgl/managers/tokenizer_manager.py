@@ -32,10 +32,9 @@ from vlora_sgl.managers.ended_requests import LingeringStates
 from vlora_sgl.managers.model_names import NAMED
 from vlora_sgl.managers.shutdown import Shutdown
 from vlora_sgl.managers.stopping import show_regex
-from vlora_sgl.managers.waits import behind, limit_of, within
-from vlora_sgl.multimodal.markers import Markers
 from vlora_sgl.managers.unreadable import refusing_what_cannot_be_read
 from vlora_sgl.managers.waits import behind, limit_of, within
+from vlora_sgl.multimodal.markers import Markers
 from vlora_sgl.multimodal.opening import naming_images
 from vlora_sgl.multimodal.words import Words
 from vlora_sgl.request import show
