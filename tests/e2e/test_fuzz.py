@@ -42,3 +42,11 @@ def test_every_route_is_fuzzed_or_named_with_its_reason(server: Server, calls: C
     assert left_out == SKIPPED.keys() - {"/v1/realtime"}  # OpenAPI lists no websockets
     first = [calls.call(number) for number in range(len(calls.routes))]
     assert len({(call.method, call.path) for call in first}) > 0.9 * len(calls.routes)
+
+
+def test_who_asks_for_log_probabilities_beside_who_does_not_ends_nothing(server: Server) -> None:
+    asked = [[1, 2], None, [3], None]
+    sampling = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
+    rows = server.generate(text=["x"] * 4, return_logprob=True, token_ids_logprob=asked, sampling_params=sampling)
+    told = [row["meta_info"]["output_token_ids_logprobs"] for row in rows]
+    assert [len(one[0] or ()) for one in told] == [2, 0, 1, 0]
