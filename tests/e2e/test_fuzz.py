@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,13 @@ def test_every_route_is_fuzzed_or_named_with_its_reason(server: Server, calls: C
 
 
 def test_who_asks_for_log_probabilities_beside_who_does_not_ends_nothing(server: Server) -> None:
-    asked = [[1, 2], None, [3], None]
     sampling = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
-    rows = server.generate(text=["x"] * 4, return_logprob=True, token_ids_logprob=asked, sampling_params=sampling)
-    told = [row["meta_info"]["output_token_ids_logprobs"] for row in rows]
-    assert [len(one[0] or ()) for one in told] == [2, 0, 1, 0]
+
+    def ask(ids: list[int] | None) -> int:
+        more = {} if ids is None else {"token_ids_logprob": ids}
+        row = server.generate(text="x", return_logprob=True, sampling_params=sampling, **more)
+        return len((row["meta_info"].get("output_token_ids_logprobs") or [()])[0])
+
+    with ThreadPoolExecutor(4) as pool, server.held():  # in one batch
+        told = [pool.submit(ask, ids) for ids in ([1, 2], None, [3], None)]
+    assert [one.result() for one in told] == [2, 0, 1, 0]
