@@ -24,6 +24,9 @@ MOST_STRINGS = 1 << 14
 DEEP = 64
 """Levels of nesting that a body may have; deeper ones end recursive readers, which SGLang and pydantic have."""
 
+MANY = 1 << 10
+"""Values, from which on numbers are checked together, not one by one as they are read."""
+
 
 def read_json(body: bytes) -> Any:
     """What a body says.
@@ -34,10 +37,12 @@ def read_json(body: bytes) -> Any:
     """
     try:
         around = _without_long_strings(body) if len(body) >= LARGE else body
-        value = _decoder.decode(around.decode())
-        if b"\\ud" in around or b"\\uD" in around:
+        large = around.count(b",") > MANY
+        value = (_decoder if large else _exact_decoder).decode(around.decode())
+        if b"\\u" in around:
             json.dumps(value, ensure_ascii=False).encode()
-        _check(value)
+        if large or around.count(b"[") + around.count(b"{") > DEEP:
+            _check(value)
         return value if around is body else orjson.loads(body)
     except UnicodeEncodeError:
         raise RequestError("the body must be Unicode text; it has half a surrogate pair") from None
@@ -86,7 +91,24 @@ def _no_constant(name: str) -> NoReturn:
     raise RequestError(f"the body must be JSON, which has no {name}")
 
 
+def _integer(digits: str) -> int:
+    number = int(digits) if len(digits) < LONG else 2**64  # which is refused, and not worked out
+    if not -(2**63) <= number < 2**64:
+        raise RequestError("the body must have integers of 64 bits at most")
+    return number
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise RequestError("the body must have finite numbers")
+    return number
+
+
 _decoder = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
+_exact_decoder = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_no_constant, parse_int=_integer, parse_float=_finite
+)
 
 
 def _check(value: Any) -> None:
