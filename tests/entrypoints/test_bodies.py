@@ -231,3 +231,8 @@ def test_a_type_that_sglangs_schemas_do_not_foresee_is_refused(client: TestClien
         answer = client.post(path, json=body)
         assert answer.status_code == 400 and "\n" not in answer.text
         assert client.post(path, json=[body]).status_code == 400
+
+
+def test_a_score_without_labels_is_refused(client: TestClient) -> None:
+    answer = client.post("/v1/score", json={"model": "A", "query": "x", "items": ["a"], "label_token_ids": []})
+    assert answer.status_code == 400 and "label_token_ids must have one token at least" in answer.text

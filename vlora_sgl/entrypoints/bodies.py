@@ -59,6 +59,8 @@ def accept(body: Any, path: str, manager: Any) -> Any:
     if model is not None and not isinstance(model, str):
         raise RequestError(f"model must be the name of a model or adapter; got {quoted(model)}")
     NAMED.set(None if model is None else adapter_named(manager, model))
+    if path == "/v1/score" and body.get("label_token_ids") == []:
+        raise RequestError("label_token_ids must have one token at least; got []")
     if path == "/v1/responses":
         return without_keeping(body)
     if path == "/configure_logging" and str(body.get("log_level") or "info").lower() not in LOG_LEVELS:
