@@ -136,13 +136,3 @@ def counted_path(original: Callable[[Any], tuple[str, bool]], request: Any) -> t
     """Wraps what SGLang counts a request by: paths that no route has are one, so that a client cannot make series."""
     path, handled = original(request)
     return (path if handled else "other"), handled
-
-
-class VLoraMetrics:
-    """Takes what the scheduler tells while it runs; a scrape asks for its state instead."""
-
-    def __init__(self, labels: Mapping[str, str]) -> None: ...
-
-    def update_reuse(self, *_: object) -> None: ...
-
-    def update(self, *_: object) -> None: ...

@@ -8,8 +8,7 @@ tells of those that are ``admitted``; the batch is ``formed``, planned and run (
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +19,6 @@ from vlora_sgl.errors import ConfigError, HeadError, RequestError
 from vlora_sgl.heads.scheduling import HeadScheduling
 from vlora_sgl.managers.draining import Draining
 from vlora_sgl.managers.faults import Faults
-from vlora_sgl.managers.metrics import VLoraMetrics
 from vlora_sgl.managers.planning import PlannedOrder, Planning
 from vlora_sgl.mem_cache.scheduling import PrefixScheduling
 from vlora_sgl.multimodal import encoder_cache
@@ -30,9 +28,6 @@ from vlora_sgl.seams import Stage
 from vlora_sgl.server_args import VLoraArgs, changed_while_serving
 
 logger = logging.getLogger(__name__)
-
-METRICS_EVERY = 16
-"""Decode iterations between two updates of the metrics; prefills always update them."""
 
 
 class VLoraScheduler(_sgl.Scheduler):
@@ -45,7 +40,6 @@ class VLoraScheduler(_sgl.Scheduler):
         draining: unloads that wait for their adapter's last row.
         faults: requests that go wrong inside the engine, and end alone.
         planning: which requests run, and how their adapters are applied; ``None`` when LoRA is off.
-        metrics: ours on SGLang's Prometheus endpoint; ``None`` without one, or when LoRA is off.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -59,15 +53,12 @@ class VLoraScheduler(_sgl.Scheduler):
         self.draining = Draining(self._adapters_in_use)
         self.faults = Faults(self.tree_cache)
         self.planning: Planning | None = None
-        self.metrics: VLoraMetrics | None = None
         if self.enable_lora:
             config, logs = self.model_config.hf_text_config, self.ps.tp_rank == 0
             self.planning = Planning(
                 self.vlora_args, self.lora_manager, config, self.device, self.max_running_requests, logs
             )
             seams.own("Scheduler.policy", self, PlannedOrder(self.policy, self.planning.planner))
-            collector = getattr(self.metrics_reporter, "metrics_collector", None)
-            self.metrics = None if collector is None else VLoraMetrics(collector.labels)
         made = ("Scheduler", "LoRAManager", "LoRAMemoryPool", "ModelRunner", "mm_utils")
         seams.verify(Stage.ENGINE, *made, otherwise=None if self.enable_lora else "LoRA is off")
 
@@ -188,8 +179,6 @@ class VLoraScheduler(_sgl.Scheduler):
         plan = self.planning.settle(batch)
         self.lora_manager.set_plan(plan)
         self.planning.launched(plan, batch, self.forward_ct + 1)
-        if self.metrics is not None and (batch.forward_mode.is_extend() or self.forward_ct % METRICS_EVERY == 0):
-            self.update_metrics(self.metrics, self.planning)
         result = super().run_batch(batch, pp_proxy_tensors)
         result.vlora_mode = plan.mode
         return result
@@ -263,23 +252,6 @@ class VLoraScheduler(_sgl.Scheduler):
         if self.planning is not None:
             self.planning.change(self.vlora_args)
         return _sgl.SetInternalStateReqOutput(updated=True)
-
-    def update_metrics(self, metrics: VLoraMetrics, planning: Planning) -> None:
-        """Bring the Prometheus gauges up to date."""
-
-        def by_name(reqs: Iterable[Req]) -> Counter[str]:
-            refs = self.lora_manager.lora_refs
-            return Counter(refs[r.lora_id].lora_name if r.lora_id in refs else "base" for r in reqs)
-
-        metrics.update_reuse(self.prefixes.state(), self.embeddings.state(), self.heads.totals)
-        metrics.update(
-            {str(mode): count for mode, count in planning.batches_by_mode.items()},
-            planning.planner.state(),
-            planning.residency.state(),
-            len(self.lora_manager.loras),
-            by_name(self.waiting_queue),
-            by_name(self.running_batch.reqs),
-        )
 
     def get_internal_state(self, recv_req: Any) -> object:
         """SGLang's state, with ours under ``vlora``."""
