@@ -236,3 +236,10 @@ def test_a_type_that_sglangs_schemas_do_not_foresee_is_refused(client: TestClien
 def test_a_score_without_labels_is_refused(client: TestClient) -> None:
     answer = client.post("/v1/score", json={"model": "A", "query": "x", "items": ["a"], "label_token_ids": []})
     assert answer.status_code == 400 and "label_token_ids must have one token at least" in answer.text
+
+
+@pytest.mark.parametrize("path", ["/detokenize", "/v1/detokenize"])
+@pytest.mark.parametrize("tokens", [[-1], [1, 2**32], [[1], [2, -5]], [[2**63]]])
+def test_numbers_that_are_no_token_ids_are_refused(client: TestClient, path: str, tokens: Any) -> None:
+    answer = client.post(path, json={"model": "A", "tokens": tokens})
+    assert answer.status_code == 400 and "tokens must be token ids; got " in answer.text

@@ -61,11 +61,26 @@ def accept(body: Any, path: str, manager: Any) -> Any:
     NAMED.set(None if model is None else adapter_named(manager, model))
     if path == "/v1/score" and body.get("label_token_ids") == []:
         raise RequestError("label_token_ids must have one token at least; got []")
+    if path in ("/detokenize", "/v1/detokenize"):
+        check_ids(body.get("tokens"))
     if path == "/v1/responses":
         return without_keeping(body)
     if path == "/configure_logging" and str(body.get("log_level") or "info").lower() not in LOG_LEVELS:
         raise RequestError(f"log_level must be one of {', '.join(LOG_LEVELS)}; got {quoted(body['log_level'])}")
     return move_head(body, path) if path in ("/generate", "/v1/chat/completions") else body
+
+
+def check_ids(tokens: object) -> None:
+    """Refuse numbers that a tokenizer takes for none; whatever is no list of numbers, or of such, SGLang refuses.
+
+    Raises:
+        RequestError: a number that is negative, or has more than 32 bits.
+    """
+    rows = tokens if isinstance(tokens, list) else []
+    for row in [rows, *(row for row in rows if isinstance(row, list))]:
+        for token in row:
+            if isinstance(token, int) and not 0 <= token < 2**32:
+                raise RequestError(f"tokens must be token ids; got {token}")
 
 
 def without_keeping(body: JsonDict) -> JsonDict:
