@@ -224,6 +224,9 @@ def test_limits_are_at_least_a_second(name: str, seconds: float) -> None:
 def test_directories_without_adapters_are_refused_before_the_start(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").mkdir()
     path = str(tmp_path)
-    for given in ([SimpleNamespace(lora_path=path)], [{"lora_path": path}], [f"a={path}"], [path], {"a": path}):
+    for given in (
+        [SimpleNamespace(lora_name="a", lora_path=path)], [{"lora_name": "a", "lora_path": path}],
+        [f"a={path}"], [path], {"a": path},
+    ):  # fmt: skip
         with pytest.raises(AdapterError, match="is a directory, expected a file"):
             refuse_unsupported(sglang_settings(lora_paths=given))

@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=16, help="weights to verify at the end")
     args = parser.parse_args(argv)
     try:
-        given = dict.fromkeys(map(_named, [*([args.hot] if args.hot else []), *args.cold]))
+        given = list(dict.fromkeys(map(_named, [*([args.hot] if args.hot else []), *args.cold])))
         check_names(given, source="--hot and --cold")
         adapters = dict(given)
         if BASE_DELTA in adapters:
