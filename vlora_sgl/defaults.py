@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from vlora_sgl import names
 from vlora_sgl._sgl_types import ServerArgs
@@ -97,11 +96,10 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
     """
     policy_class(VLoraArgs.from_environment().policy)
     # Again: a file of settings, a flag cut short or an exported model may have brought others.
-    names.check_names(
-        names.adapters_of(server_args.lora_paths), server_args.served_model_name, str(server_args.model_path)
-    )
-    for directory in directories_of(getattr(server_args, "lora_paths", None)):
-        check_files(directory)
+    adapters = names.adapters_of(server_args.lora_paths)
+    names.check_names(adapters, server_args.served_model_name, str(server_args.model_path))
+    for _, directory in adapters:
+        check_files(str(directory))
     for name, fine, reason in UNSUPPORTED:
         value = getattr(server_args, name, fine)
         if value != fine and value is not None:
@@ -115,17 +113,3 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
         )
     if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
         raise ConfigError("SGLANG_RUST_SERVER is not supported: it serves requests without our tokenizer manager")
-
-
-def directories_of(lora_paths: Any) -> list[str]:
-    """The directories of ``--lora-paths``, in any form that SGLang takes: NAME=DIR, DIR, its object, and as a dict."""
-    if isinstance(lora_paths, dict):
-        return [str(path) for path in lora_paths.values()]
-    directories = []
-    for one in lora_paths or ():
-        if isinstance(one, str):
-            one = one.partition("=")[2] or one
-        elif isinstance(one, dict):
-            one = one.get("lora_path", "")
-        directories.append(str(getattr(one, "lora_path", one)))
-    return directories

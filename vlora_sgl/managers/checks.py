@@ -7,14 +7,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import cast
 
-from vlora_sgl.errors import RequestError
-
-SHOWN = 80
-"""Characters of a wrong value that an error quotes."""
+from vlora_sgl.errors import RequestError, quoted
 
 DEEP = 32
 """Levels of nesting that a JSON value may have; deeper ones end recursive readers, which others here are."""
@@ -46,13 +43,8 @@ class Check:
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: short, on one line, its type beside it where the text does not tell."""
-    try:
-        text = repr(value) if not isinstance(value, Sequence) or len(value) < 4 * SHOWN else repr(value[:SHOWN])
-    except Exception:  # a value that cannot even be printed
-        text = ""
-    text = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
-    return f"{text} ({type(value).__name__})"
+    """A value as an error quotes it, its type beside it."""
+    return f"{quoted(value)} ({type(value).__name__})"
 
 
 def _is_integer(value: object) -> bool:
