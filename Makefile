@@ -30,11 +30,10 @@ generate-demo: setup ## adapters for six small real data sets, packed under accu
 lint: setup ## ruff and mypy
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 
-# One after the other: beside starting engines, tests that train small models were seen to learn other weights.
+# Tests that start engines wait for them most of the time; lint and the other tests run beside them.
 ENGINES := tests/e2e tests/examples tests/lang tests/export
 test: setup ## lint, and everything that runs without a GPU
-	@$(MAKE) --no-print-directory test-units
-	@$(MAKE) --no-print-directory test-engines
+	@$(MAKE) --no-print-directory -j2 test-engines test-units
 
 test-engines: setup
 	$(PY) -m pytest --durations=15 $(ENGINES)

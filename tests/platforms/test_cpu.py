@@ -32,6 +32,9 @@ platform.init_backend()
 tensor = torch.empty(2, pin_memory=True)
 assert tensor.pin_memory() is tensor and not tensor.is_pinned()
 assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu").tolist() == [1, 2]
+with torch.device("meta"):
+    made = [torch.arange(2), torch.empty(2), torch.ones(2), torch.tensor([1]), torch.zeros(2)]
+assert all(tensor.is_meta for tensor in made), "a model built inside would keep buffers that nobody fills"
 import transformers.models.deberta.modeling_deberta  # TorchScript that calls torch.arange
 print("fine")
 """

@@ -11,6 +11,7 @@ import os
 
 import torch
 from torch.jit._builtins import _find_builtin, _get_builtin_table
+from torch.utils._device import _device_constructors
 
 from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl import CpuSRTPlatform, PlatformEnum
@@ -30,6 +31,9 @@ class TorchCpuPlatform(CpuSRTPlatform):
         """
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none-on-a-cpu")
         seams.own("torch.Tensor.pin_memory", torch.Tensor, lambda self, device=None: self)
+        # `with torch.device(...)` knows torch's factories by identity, from its first use on. It has to know the true
+        # ones: behind unknown ones transformers takes its empty buffers for filled.
+        _device_constructors()
         factories = ("arange", "empty", "ones", "tensor", "zeros")
         seams.place("torch.tensor", [place for name in factories for place in without_pinning(name)])
 
