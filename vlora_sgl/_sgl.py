@@ -222,6 +222,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "TokenizerManager._resolve_lora_path": ("self", "obj"),
     "TokenizerManager._validate_and_resolve_lora": ("self", "obj"),
     "TokenizerManager._tokenize_one_request": ("self", "obj"),
+    "TokenizerManager._validate_batch_tokenization_constraints": ("self", "batch_size", "obj"),
     "TokenizerManager.generate_request": ("self", "obj", "request"),
     "TokenizerManager.init_lora": ("self",),
     "TokenizerManager.auto_create_handle_loop": ("self",),

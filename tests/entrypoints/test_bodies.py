@@ -38,7 +38,7 @@ NONE = {
     *("attach_hicache_storage_backend", "detach_hicache_storage_backend", "update_weight_version"),
     *("get_weights_by_name", "load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter"),
     *("open_session", "close_session", "configure_logging", "abort_request", "parse_function_call_request"),
-    *("separate_reasoning_request", "pause_generation", "continue_generation"),
+    "separate_reasoning_request",
 }
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")  # of FastAPI, which SGLang answers by
 

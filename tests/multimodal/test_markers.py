@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.multimodal.processors.base_processor import MultimodalSpecialTokens
 from sglang.srt.multimodal.processors.internvl import InternVLProcessor
 
 from tools.tiny.build import build_tokenizer
 from vlora_sgl import _sgl
 from vlora_sgl.errors import RequestError
+from vlora_sgl.managers.tokenizer_manager import VLoraTokenizerManager
 from vlora_sgl.multimodal.markers import Markers
 from vlora_sgl.multimodal.words import Words, plain
 
@@ -116,3 +118,12 @@ def test_preprocessed_images_and_models_that_do_not_see_are_let_be() -> None:
     Markers(qwen(), TOKENIZER).check(request, WORDS[qwen])
     Markers(None, TOKENIZER).check(SimpleNamespace(text="<|image_pad|>", image_data=None), WORDS[qwen])
     Markers(qwen(), None).check(SimpleNamespace(text="<|image_pad|>", image_data=None), WORDS[qwen])
+
+
+def test_prompts_that_are_tokenized_together_are_checked_one_by_one() -> None:
+    manager: Any = VLoraTokenizerManager.__new__(VLoraTokenizerManager)
+    manager.is_generation, manager.markers, manager.words = True, Markers(qwen(), TOKENIZER), WORDS[qwen]
+    batch = GenerateReqInput(text=["What?", MARKER[qwen]], sampling_params={})
+    batch.normalize_batch_and_arguments()
+    with pytest.raises(RequestError, match="got 1 and 0 images"):
+        manager._validate_batch_tokenization_constraints(2, batch)

@@ -35,8 +35,9 @@ OPERATORS = {
     *[f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed", "ipc")],
     *("init_weights_update_group", "destroy_weights_update_group", "release_memory_occupation"),
     *("resume_memory_occupation", "check_weights", "slow_down", "start_profile_async", "stop_profile_async"),
+    *("pause_generation", "continue_generation"),
 }
-"""Names of SGLang's functions that a wrong request may end or hold up the server by."""
+"""Names of SGLang's functions by which a wrong request may end the server or hold it up."""
 
 
 def refusals(app: FastAPI) -> Iterator[Place]:

@@ -158,6 +158,12 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         await hash_images(getattr(tokenized, "mm_inputs", None))
         return tokenized
 
+    def _validate_batch_tokenization_constraints(self, batch_size: int, obj: Any) -> None:
+        """SGLang's of prompts that it tokenizes together (``--enable-tokenizer-batch-encode``), then as for one."""
+        super()._validate_batch_tokenization_constraints(batch_size, obj)
+        for index in range(batch_size):
+            self.markers.check(obj[index], self.words)
+
     def _dispatch_to_scheduler(self, obj: object) -> None:
         """SGLang's, with tensors that take no archive; where it would write into the message first, just SGLang's."""
         if _sgl.USE_PICKLE_IPC and self.tokenizer_ipc_name is None:
