@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from vlora_sgl.combined import is_combined, members, parts
 from vlora_sgl.errors import RequestError
 
 JsonDict = dict[str, Any]
 """A JSON object: what a request's body, an answer or a settings file says."""
 
 AdapterId = str | None
-"""Identity of an adapter inside the engine. ``None`` is the base model, which counts as an adapter everywhere."""
+"""Identity of an adapter inside the engine. ``None`` is the base model, which counts as an adapter everywhere; of
+several adapters as one it is the text of ``combined``."""
 
 MAX_IMAGE_PIXELS = 2**26
 """Most pixels of an image that is opened, unless told otherwise: what a telephone's camera of 64 megapixels takes."""
@@ -151,11 +153,20 @@ class BatchPlan:
 def row_pairs(adapter: AdapterId, merged: AdapterId) -> tuple[tuple[str, float], ...]:
     """The ``(adapter, weight)`` pairs of a row of ``adapter`` while ``merged`` is merged (design table of modes).
 
+    Of a merged adapter within a combination, what it lacks of its scale is added.
+
     >>> row_pairs("x", None), row_pairs("x", "m"), row_pairs("m", "m"), row_pairs(None, "m")
     ((('x', 1.0),), (('x', 1.0), ('m', -1.0)), (), (('m', -1.0),))
+    >>> row_pairs('{"m": 0.25, "x": 2.0}', "m"), row_pairs('{"m": 1.0, "x": 2.0}', "m")
+    ((('m', -0.75), ('x', 2.0)), (('x', 2.0),))
     """
     if adapter == merged:
         return ()
+    if is_combined(adapter):
+        weights = dict(parts(str(adapter)))
+        if merged is not None:
+            weights[merged] = weights.get(merged, 0.0) - 1.0
+        return tuple((one, weight) for one, weight in weights.items() if weight)
     own = ((adapter, 1.0),) if adapter is not None else ()
     undo = ((merged, -1.0),) if merged is not None else ()
     return own + undo
@@ -163,4 +174,4 @@ def row_pairs(adapter: AdapterId, merged: AdapterId) -> tuple[tuple[str, float],
 
 def adapters_in(plan_rows: Iterable[AdapterId], merged: AdapterId) -> frozenset[str]:
     """Adapters that must hold a device slot to run these rows: every one named, and the merged one."""
-    return frozenset(a for a in (*plan_rows, merged) if a is not None)
+    return frozenset(a for a in members((*plan_rows, merged)) if a is not None)

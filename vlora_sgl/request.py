@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vlora_sgl.combined import is_combined, parts
 from vlora_sgl.core import InferenceMode, RequestParams
 
 KEY = "vlora"
@@ -63,6 +64,8 @@ def tell(reqs: Sequence[Any], output: Any, mode: InferenceMode | None) -> None:
 def show(meta_info: dict[str, Any], adapter: str | None) -> dict[str, Any]:
     """Put what the tokens carried into one dict of ``meta_info``: ``adapter``, and ``modes``, ``reuse``, ``head``.
 
+    Where several adapters answered as one, ``adapter`` is ``None`` and ``adapters`` has their scales.
+
     Args:
         meta_info: an answer's, changed in place.
         adapter: the name of the adapter that served, ``None`` for the base model.
@@ -70,6 +73,8 @@ def show(meta_info: dict[str, Any], adapter: str | None) -> dict[str, Any]:
         the dict.
     """
     shown: dict[str, Any] = {"adapter": adapter}
+    if is_combined(adapter):
+        shown = {"adapter": None, "adapters": dict(parts(str(adapter)))}
     told: list[Mapping[str, Any]] = [entry for entry in meta_info.get(KEY) or () if entry]
     if any("mode" in entry for entry in told):
         shown["modes"] = [entry["mode"] for entry in told]

@@ -30,6 +30,10 @@ def adapters(body: Any) -> tuple[str, ...]:
         ({"model": "base:a", "lora_path": "b"}, ("a",)),
         ({"model": "/models/base:b"}, ("b",)),
         ({"model": "org:c"}, ("org:c",)),
+        ({"model": "base", "adapters": {"b": 0.5, "a": 0.5}}, ("b", "a")),
+        ({"text": ["x", "y"], "adapters": [{"a": 0.5}, None]}, ("a",)),
+        ({"lora_path": '{"a": 0.5, "b": 0.5}'}, ("a", "b")),
+        ({"adapters": 3}, ()),
         ([1], ()),
     ],
 )
@@ -53,6 +57,7 @@ def test_no_body_and_no_object_want_nothing() -> None:
         ({"lora_path": "x"}, "x"),
         ({"lora_path": ["a", "x"]}, "x"),
         ({"model": "base:x"}, "x"),
+        ({"adapters": {"a": 0.5, "x": 0.5}}, "x"),
         ({"model": "y:a"}, "y:a"),
     ],
 )

@@ -13,12 +13,13 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from tests.test_combined import WRONG
 from vlora_sgl import _sgl
 from vlora_sgl.entrypoints import adapters, bodies, vision
 from vlora_sgl.entrypoints.body_limit import BodyLimit
 from vlora_sgl.entrypoints.refused import OPERATORS, REFUSED
 from vlora_sgl.errors import RequestError
-from vlora_sgl.managers.adapter_lifecycle import UnknownAdapterResponse
+from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse
 from vlora_sgl.managers.model_names import NAMED, adapter_named
 
 # Every function that SGLang 0.5.17 answers a route by. What a new release adds is to be put into one of these, or into
@@ -63,7 +64,12 @@ def manager() -> Any:
     args = SimpleNamespace(model_path="/models/base", admin_api_key=None)
     refs = {name: SimpleNamespace(lora_name=name, lora_path=path) for name, path in NAMES.items()}
     shutdown = SimpleNamespace(asked=False)
-    return SimpleNamespace(served_model_name="base", server_args=args, lora_ref_cache=refs, shutdown=shutdown)
+    adapters = AdapterLifecycle(
+        SimpleNamespace(lora_paths=None), lambda: "base", refs, asyncio.Lock(), lambda message: None
+    )
+    return SimpleNamespace(
+        served_model_name="base", server_args=args, lora_ref_cache=refs, shutdown=shutdown, adapters=adapters
+    )
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +181,46 @@ def test_whom_a_model_names(manager: Any, model: str, adapter: str | None) -> No
 def test_whom_no_model_names(manager: Any, model: str) -> None:
     with pytest.raises(UnknownAdapterResponse, match="A, B"):
         adapter_named(manager, model)
+
+
+COMBINED = {"A": 0.7, "B": 0.3}
+TEXT = '{"A": 0.7, "B": 0.3}'
+NOT_JSON = {"null", "infinite", "no number", "beyond any word", "a number for a name"}
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/encode"])
+def test_adapters_as_one_are_whom_a_body_names_on_every_route(manager: Any, path: str) -> None:
+    assert "adapters" not in bodies.accept({"model": "base", "adapters": COMBINED}, path, manager)
+    assert NAMED.get() == TEXT
+    bodies.accept({"adapters": {"A": 1}}, path, manager)
+    assert NAMED.get() == "A"
+    bodies.accept({"adapters": None}, path, manager)
+    assert NAMED.get() is None
+
+
+def test_prompts_of_a_batch_have_their_own(manager: Any) -> None:
+    body = bodies.accept({"text": ["x", "y", "z"], "adapters": [COMBINED, None, {"A": 1}]}, "/generate", manager)
+    assert body == {"text": ["x", "y", "z"], "lora_path": [TEXT, None, "A"]} and NAMED.get() is None
+
+
+@pytest.mark.parametrize("name", sorted(MODEL - {"retrieve_model"}))
+@pytest.mark.parametrize("wrong", [*sorted(set(WRONG) - NOT_JSON)])
+def test_what_cannot_be_combined_is_refused_on_every_route(client: TestClient, name: str, wrong: str) -> None:
+    route = next(route for found, route in FOUND if found == name)
+    answer = client.post(route.path, json={"adapters": WRONG[wrong]})
+    assert answer.status_code == 400 and "adapters must be" in answer.text
+
+
+@pytest.mark.parametrize("more", [{"model": "A"}, {"model": "base:B"}, {"lora_path": "A"}, {"lora_path": ["A"]}])
+def test_adapters_beside_another_adapter_are_refused(client: TestClient, more: Any) -> None:
+    answer = client.post("/generate", json={"text": "x", "adapters": COMBINED, **more})
+    assert answer.status_code == 400 and "give one of them" in answer.text
+
+
+@pytest.mark.parametrize("given", [{"A": 0.5, "nobody": 0.5}, {"nobody": 0}, [None, {"nobody": 1}]])
+def test_an_unknown_adapter_among_several_is_a_404(client: TestClient, given: Any) -> None:
+    answer = client.post("/generate", json={"text": ["x", "y"], "adapters": given, "stream": True})
+    assert answer.status_code == 404 and "no adapter named 'nobody'" in answer.text
 
 
 def test_responses_leave_nothing_behind(manager: Any) -> None:

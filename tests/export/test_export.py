@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.lora_adapters import tiny_adapter, tiny_model
+from vlora_sgl.combined import parts
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.export import run
 from vlora_sgl.export.delta import compress, delta_modules
@@ -221,6 +222,14 @@ def test_the_manifest_says_who_answers_for_whom(tmp_path: Path) -> None:
     assert exported is not None and set(exported.adapters) == {"hot", "narrow", "mixed", "base"}
     assert [exported.serving(name) for name in ("hot", "mixed", None, "unknown")] == [None, "mixed", "base", "unknown"]
     assert exported.serving("hot", head=True) == "hot"
+    sums = {
+        '{"hot": 0.5}': {"base": 0.5},
+        '{"mixed": 0.5, "hot": 0.5}': {"mixed": 0.5},
+        '{"mixed": 2.0, "other": -0.5, "hot": 0.25}': {"mixed": 2.0, "other": -0.5, "base": -0.75},
+        '{"mixed": 2.0}': {"mixed": 2.0, "base": -1.0},
+    }
+    for asked, wanted in sums.items():
+        assert dict(parts(str(exported.serving(asked)))) == wanted
     options = adapter_options(tmp_path / "out", given=False)
     assert options["enable_lora"] and f"base={tmp_path / 'out' / 'adapters' / 'base'}" in options["lora_paths"]
     assert adapter_options(tmp_path / "out", given=True) == adapter_options("some/name-on-a-hub", given=False) == {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlora_sgl.core import row_pairs
-from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.errors import ConfigError, UnknownAdapterError
 from vlora_sgl.kernels.atmm import atmm_reference
 from vlora_sgl.kernels.atmm.row_routing import groups_of
 from vlora_sgl.lora.invocation import split_batch
@@ -69,6 +69,18 @@ def test_a_routed_adapters_rows_hold_its_members_until_the_router_speaks() -> No
     routed = {"r": types.SimpleNamespace(members=("x", "y"))}
     found = row_routing(routed).runs_of(batch([2, 1], adapters=["r", "m"]), "m")
     assert found == [(((0, 0.0), (1, 0.0), (2, -1.0)), 2), ((), 1)]
+
+
+def test_rows_of_several_adapters_apply_each_by_its_scale() -> None:
+    adapters = ['{"x": 0.5, "y": -2.0}', '{"m": 0.25, "x": 3.0}', '{"m": 1.0, "y": 1.5}', None]
+    unmerged = row_routing().runs_of(batch([1, 2, 1, 1], adapters=adapters), None)
+    assert [pairs for pairs, _ in unmerged] == [
+        ((0, 0.5), (1, -2.0)), ((2, 0.25), (0, 3.0)), ((2, 1.0), (1, 1.5)), (),
+    ]  # fmt: skip
+    mixture = row_routing().runs_of(batch([1, 2, 1, 1], adapters=adapters), "m")
+    assert [pairs for pairs, _ in mixture] == [
+        ((0, 0.5), (1, -2.0), (2, -1.0)), ((2, -0.75), (0, 3.0)), ((1, 1.5),), ((2, -1.0),),
+    ]  # fmt: skip
 
 
 def test_an_adapter_without_a_slot_is_an_error() -> None:
@@ -149,6 +161,56 @@ def test_graph_tables_hold_what_fresh_tables_hold_and_forget_the_batch_before(ro
         assert torch.equal(view.tile_slots[:count, : fresh.tile_slots.shape[1]], fresh.tile_slots)
         padded = view.tile_rows[count : int(view.n_tiles)]
         assert sorted(padded[padded >= 0].tolist()) == list(range(rows, 96))
+
+
+FIVE = ((0, 0.7), (1, 0.3), (2, -1.0), (3, 2.0), (4, -0.5))
+
+
+@pytest.mark.parametrize("rows", [3, 64])
+def test_a_decode_graph_of_few_rows_takes_rows_of_five_slots(rows: int) -> None:
+    from vlora_sgl.kernels.atmm import make_routing
+    from vlora_sgl.lora.backend import GraphTables
+
+    ranks, scalings = [4] * 6, [0.5 + slot for slot in range(6)]
+    tables = GraphTables(96, range(6), torch.device("cpu"), both=True)
+    for size in (64, 96):
+        tables.refresh([((), size)], ranks, scalings, many=False)  # captured
+    runs = [(FIVE, rows - 1), ((), 1)]
+    assert tables.holds(rows, 5, 5, 3)
+    view = tables.refresh(runs, ranks, scalings)
+    fresh = make_routing(groups_of(runs)[0], rows, ranks, scalings, "cpu")
+    assert torch.equal(view.gates, fresh.gates) and bool(fresh.gates[0, :5].all())
+    assert int(view.active[0]) == 5 and not int(tables.routing(96).n_tiles), "nobody reads the others"
+
+
+@pytest.mark.parametrize(
+    ("rows", "active", "pairs", "tuples", "captured", "holds"),
+    [
+        (65, 5, 2, 3, (64, 96), True),  # a mixture's rows
+        (65, 5, 3, 3, (64, 96), False),
+        (65, 5, 2, 14, (64, 96), False),  # more sets of slots than the tiles were counted for
+        (40, 5, 5, 30, (64, 96), True),
+        (40, 5, 5, 3, (32, 96), False),  # padded to a graph of grouped kernels
+        (40, 5, 2, 3, (), True),
+        (40, 5, 3, 3, (), False),
+    ],
+)
+def test_what_a_decode_graph_has_room_for(
+    rows: int, active: int, pairs: int, tuples: int, captured: tuple[int, ...], holds: bool
+) -> None:
+    from vlora_sgl.lora.backend import GraphTables
+
+    ranks, scalings = [4] * 6, [1.0] * 6
+    tables = GraphTables(96, range(6), torch.device("cpu"), both=True)
+    for size in captured:
+        tables.refresh([((), size)], ranks, scalings, many=False)
+    assert tables.holds(rows, active, pairs, tuples) == holds
+    wide = [((*FIVE[:pairs],), 1), ((), rows - 1)]
+    if not holds and tuples <= 6:
+        with pytest.raises(ConfigError, match="exceed the graph's tables"):
+            tables.refresh(wide, ranks, scalings)
+    else:
+        tables.refresh(wide, ranks, scalings)
 
 
 def test_a_pool_of_many_slots_has_tables_for_few_in_use_and_for_many() -> None:

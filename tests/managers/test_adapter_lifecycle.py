@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from vlora_sgl import _sgl
+from vlora_sgl.combined import parts
+from vlora_sgl.errors import RequestError
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse
 from vlora_sgl.managers.waits import WaitResponse
 from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
@@ -248,5 +250,45 @@ def test_a_request_is_counted_once_whatever_sglang_releases() -> None:
         for request in (first, second, second):
             await front.end(request)
         assert registry.users(second.lora_id[0]) == 0
+
+    run(scenario())
+
+
+FIRE = '{"a": 0.7, "b": 0.3}'
+
+
+def test_adapters_in_a_combination_are_each_used_and_equal_sums_have_one_id() -> None:
+    async def scenario() -> None:
+        front = Front()
+        await front.load("a")
+        await front.load("b")
+        a, b = (front.adapters.registry.get(name).lora_id for name in "ab")
+        request = await front.begin(FIRE, '{"b": 0.3, "a": 0.7}', '{"a": 1, "b": 0}', '{"a": 0}', None)
+        first, second, alone, base, nobody = request.lora_id
+        assert first == second and dict(parts(first)) == {a: 0.7, b: 0.3}
+        assert (alone, base, nobody) == (a, None, None)
+        assert [front.adapters.registry.users(uid) for uid in (a, b)] == [3, 2]
+        unloading = asyncio.create_task(front.unload("b"))
+        await asyncio.sleep(0.01)
+        assert not unloading.done()
+        with pytest.raises(UnknownAdapterResponse, match="no adapter named 'b'"):
+            await front.begin(FIRE)
+        await front.end(request)
+        assert (await unloading).success
+        assert [front.adapters.registry.users(uid) for uid in (a, b)] == [0, 0]
+
+    run(scenario())
+
+
+def test_all_of_a_combination_come_back_from_disk_together() -> None:
+    async def scenario() -> None:
+        front = Front(limit=2)
+        for name in "abc":
+            await front.load(name)
+        request = await front.begin('{"c": 0.5, "a": 0.5}')  # c is in memory, a is not, and b is more recent than c
+        assert sorted(front.held.values()) == ["/a", "/c"]
+        await front.end(request)
+        with pytest.raises(RequestError, match="3 cannot be combined; --max-loaded-loras is 2"):
+            await front.begin('{"a": 1, "b": 1, "c": 1}')
 
     run(scenario())

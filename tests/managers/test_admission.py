@@ -35,6 +35,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "batch of ids": {"input_ids": [[1], [2, 3]], "sampling_params": [GREEDY, {}]},
     "adapters of a batch": {"text": ["x", "y"], "lora_path": ["a", None]},
     "one adapter for a batch": {"text": ["x", "y"], "lora_path": "a"},
+    "adapters as one": {"lora_path": {"a": 0.7, "b": 0.3}},
+    "adapters as one, by their text": {"lora_path": '{"a": 0.7, "b": 0.3}'},
+    "adapters as one in a batch": {"text": ["x", "y"], "lora_path": [{"a": 0.7, "b": 0.3}, None]},
     "images": {"image_data": ["data:,", {"url": "u"}]},
     "images of a prompt with two answers": {"image_data": [["a", "b"]], "sampling_params": {"n": 2}},
     "images of a batch": {"text": ["x", "y"], "image_data": [["a", "b"], None]},
@@ -57,6 +60,13 @@ def test_what_sglang_serves_is_let_through(name: str) -> None:
 
 def test_a_list_of_one_adapter_is_that_adapter() -> None:
     assert ask(lora_path=["a"]).lora_path == "a" and ask(lora_path=[None]).lora_path is None
+
+
+def test_adapters_as_one_become_their_text_and_one_alone_is_that_adapter() -> None:
+    text = '{"a": 0.7, "b": 0.3}'
+    assert ask(lora_path={"a": 0.7, "b": 0.3}).lora_path == ask(lora_path=text).lora_path == text
+    assert ask(text=["x", "y"], lora_path=[{"a": 0.7, "b": 0.3}, {"c": 1}]).lora_path == [text, "c"]
+    assert ask(lora_path=[{"a": 1.0}]).lora_path == "a"
 
 
 DEEP: Any = []
@@ -91,6 +101,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two adapters for one prompt": ({"lora_path": ["a", "b"]}, "lora_path"),
     "an adapter that is a number": ({"lora_path": 3}, "lora_path"),
     "nested adapters": ({"text": ["x"], "lora_path": [["a"]]}, r"lora_path\[0\]"),
+    "no adapter of several": ({"lora_path": {}}, "lora_path"),
+    "a scale that is none": ({"lora_path": {"a": math.nan}}, "lora_path"),
+    "a scale too large": ({"lora_path": '{"a": 1e9}'}, "lora_path"),
+    "five adapters as one": ({"lora_path": dict.fromkeys("abcde", 0.2)}, "lora_path"),
+    "a long name of several": ({"lora_path": {"a" * 1025: 0.5}}, "lora_path"),
+    "a text that is no object": ({"text": ["x"], "lora_path": ['{"a": 1']}, r"lora_path\[0\]"),
     "too many images": ({"image_data": ["a", "b", "c"]}, "image_data"),
     "an image that is a number": ({"image_data": 7}, "image_data"),
     "images for another batch": ({"text": ["x", "y"], "video_data": ["a"]}, "video_data"),

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from vlora_sgl.core import row_pairs
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.managers.policies.cost_table import (
     CostTable,
@@ -13,12 +16,14 @@ from vlora_sgl.managers.policies.cost_table import (
     PhaseCosts,
     analytic,
     load_tables,
+    lora_work,
     save_tables,
     shipped,
     table_for,
 )
 
 EIGHT = {f"a{i}": 4 for i in range(8)}
+COMBINED = ['{"a": 0.5, "b": 0.5}', '{"a": 1.0, "c": 2.0, "d": -1.0}']
 HALF = {None: 16, **{f"a{i}": 2 for i in range(8)}}
 
 
@@ -90,3 +95,15 @@ def test_the_table_is_the_measured_one_where_there_is_one(tmp_path: Path) -> Non
     save_tables(tmp_path / "t.json", {"csgmv": shipped()["csgmv"]})
     with pytest.raises(ConfigError, match="csgmv; expected one of operator atmm"):
         table_for("cpu", tiny, str(tmp_path / "t.json"))
+
+
+@given(
+    groups=st.dictionaries(st.sampled_from([None, "a", "b", *COMBINED]), st.integers(0, 9)),
+    merged=st.sampled_from([None, "a", "b", "c"]),
+)
+def test_work_is_what_the_rows_apply(groups: dict[str | None, int], merged: str | None) -> None:
+    rows = [(adapter, dict(row_pairs(adapter, merged)), tokens) for adapter, tokens in groups.items() if tokens]
+    pairs = sum(tokens * len(applied) for _, applied, tokens in rows)
+    slots = {one for _, applied, _ in rows for one in applied}
+    undone = sum(merged in applied for _, applied, _ in rows)
+    assert lora_work(groups, merged) == (pairs, len(slots), undone)

@@ -28,7 +28,10 @@ def state(**requests: dict[str, int]) -> dict[str, Any]:
         "heads": {"requests": 9, "remembered": 4},
         "faults": {"nonfinite": 2, "head": 0},
         "batches_by_mode": {"merged": 3, "unmerged": 1, "mixture": 0},
-        "plan": {"switches": 3, "switch_seconds": 0.5, "starving": 1, "slots": slots.state(), "requests": requests},
+        "plan": {
+            **{"switches": 3, "switch_seconds": 0.5, "starving": 1, "slots": slots.state(), "requests": requests},
+            "combined_requests": {"waiting": 0, "running": 3},
+        },
     }
 
 
@@ -61,6 +64,7 @@ def test_every_gauge_shows_what_the_engine_says() -> None:
     assert (shown["mode_share", "merged"], shown["iterations", "unmerged"]) == (0.75, 1)
     assert (shown["switches",], shown["switch_seconds",], shown["starving_requests",]) == (3, 0.5, 1)
     assert (shown["slot_hits",], shown["slot_misses",], shown["slot_reloads",]) == (1, 2, 0)
+    assert (shown["combined_requests", "waiting"], shown["combined_requests", "running"]) == (0, 3)
     assert [shown["adapters", tier] for tier in ("device", "host", "disk")] == [1, 0, 1]
     residency = {key[1:] for key in shown if key[0] == "adapter_residency"}
     assert residency == {("A", "device"), ("B", "disk")}

@@ -16,6 +16,7 @@ import torch
 from tests.support.engine_runs import EngineProcess, Run
 from tests.support.rounding import logprob_bounds, logprobs
 from tests.support.tiny_random import make_adapter
+from vlora_sgl.combined import is_combined, parts
 from vlora_sgl.platforms.cpu import is_plain_cpu
 
 TOKENS = 8
@@ -64,18 +65,28 @@ def engine_options(model: Path, adapters: dict[str, Path]) -> dict[str, Any]:
     return options
 
 
-def expected_answers(model_path: Path, adapters: dict[str, Path]) -> dict[str | None, Expected]:
-    """PEFT's answer to ``TEXT``, per adapter, in float32 on the CPU."""
+def expected_answers(
+    model_path: Path, adapters: dict[str, Path], combined: Sequence[str] = ()
+) -> dict[str | None, Expected]:
+    """PEFT's answer to ``TEXT``, per adapter and combination of them, in float32 on the CPU."""
     from peft import PeftModel
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
     prompt = AutoTokenizer.from_pretrained(model_path)(TEXT)["input_ids"]
     assert len(prompt) > 2 * CHUNK
     found: dict[str | None, Expected] = {}
-    for name in (None, *adapters):
+    for name in (None, *adapters, *combined):
         base = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_path, dtype=torch.float32).eval()
         base.generation_config.eos_token_id = None
-        model = base if name is None else PeftModel.from_pretrained(base, adapters[name]).eval()
+        model = base
+        if name is not None:
+            (first, _), *others = parts(name)
+            model = PeftModel.from_pretrained(base, adapters[first], adapter_name=first).eval()
+            for other, _ in others:
+                model.load_adapter(adapters[other], adapter_name=other)
+        if name is not None and is_combined(name):
+            model.add_weighted_adapter(*zip(*parts(name), strict=True), "sum", combination_type="cat")
+            model.set_adapter("sum")
         with torch.no_grad():
             ids = model.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=TOKENS)
             answer = ids[0, len(prompt) :].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlora_sgl.combined import is_combined
 from vlora_sgl.core import BatchPlan, adapters_in
 from vlora_sgl.managers.policies import QueueState, mode_of
 
@@ -23,5 +24,6 @@ def check_plan(state: QueueState, plan: BatchPlan, parks: bool = False) -> None:
     assert state.chunked is None or state.chunked in plan.requests, "a chunked prefill is left out"
     need = adapters_in((r.adapter for r in rows), plan.merged_adapter)
     assert state.room(need), "more adapters than slots"
+    assert not is_combined(plan.merged_adapter), "a combination is merged"
     assert state.can_merge or plan.merged_adapter is None, "nothing can be merged"
     assert plan.mode is mode_of((r.adapter for r in rows), plan.merged_adapter), "the mode contradicts the rows"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from vlora_sgl.core import ServiceClass
+from vlora_sgl.core import ServiceClass, adapters_in
 from vlora_sgl.managers.policies import Limits, QueueState, RequestState
 from vlora_sgl.managers.policies.cost_table import shipped
 
@@ -28,7 +28,8 @@ def queue(*groups: tuple[str | None, int], progress: float = 0.0) -> list[Reques
     return [running(a, i, progress=progress) for i, a in enumerate(rows)]
 
 
-ADAPTERS = st.sampled_from([None, "a", "b", "c", "d", "e"])
+PLAIN = [None, "a", "b", "c", "d", "e"]
+ADAPTERS = st.sampled_from([*PLAIN, '{"a": 0.5, "b": 2.0}', '{"c": 0.1, "d": 1.0, "e": -1.0}'])
 
 
 @st.composite
@@ -43,13 +44,14 @@ def states(draw: st.DrawFn) -> QueueState:
     used: set[str] = set()
     for i in range(size):
         adapter = draw(ADAPTERS)
-        if adapter is not None and len(used | {adapter}) > max_adapters:
+        if len(used | adapters_in([adapter], None)) > max_adapters:
             adapter = None
-        used |= {adapter} - {None}  # type: ignore[arg-type]
+        used |= adapters_in([adapter], None)
         rows.append(running(adapter, i, progress=draw(st.floats(0, clock)), remaining=draw(st.integers(1, 50))))
+    ever = ADAPTERS.filter(lambda adapter: len(adapters_in([adapter], None)) <= max_adapters)
     late = [
         waiting(
-            draw(ADAPTERS),
+            draw(ever),
             size + i,
             progress=draw(st.floats(0, clock)),
             service=draw(st.sampled_from(ServiceClass)),
@@ -57,6 +59,6 @@ def states(draw: st.DrawFn) -> QueueState:
         )
         for i in range(draw(st.integers(0, 10)))
     ]
-    merged = draw(ADAPTERS) if can_merge else None
-    memory = draw(st.dictionaries(ADAPTERS, st.floats(0, 1)))
+    merged = draw(st.sampled_from(PLAIN)) if can_merge else None
+    memory = draw(st.dictionaries(st.sampled_from(PLAIN), st.floats(0, 1)))
     return QueueState(clock, late, rows, merged, max_batch, max_adapters, can_merge, memory=memory)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from vlora_sgl.combined import members
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.strict_json import read_json
@@ -44,6 +45,10 @@ def read(body: bytes, adapters: Collection[str], bases: Collection[str]) -> Want
         return Wanted()
     named = data.get("lora_path")
     names = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+    combined = data.get("adapters")
+    for scales in combined if isinstance(combined, list) else [combined]:
+        names += scales if isinstance(scales, dict) else ()
+    names = [str(name) for name in members(names)]
     model = data.get("model")
     if isinstance(model, str) and model not in bases:
         base, separator, adapter = (part.strip() for part in model.partition(":"))

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.middleware import Middleware
 
 from vlora_sgl import _sgl, seams
+from vlora_sgl.combined import written
 from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.entrypoints.body_limit import BodyLimit
 from vlora_sgl.entrypoints.stopping import RefuseWhileStopping
@@ -59,6 +60,7 @@ def accept(body: Any, path: str, manager: Any) -> Any:
     if model is not None and not isinstance(model, str):
         raise RequestError(f"model must be the name of a model or adapter; got {quoted(model)}")
     NAMED.set(None if model is None else adapter_named(manager, model))
+    body = combine(body, path, manager)
     if path == "/v1/score" and body.get("label_token_ids") == []:
         raise RequestError("label_token_ids must have one token at least; got []")
     if path in ("/detokenize", "/v1/detokenize"):
@@ -68,6 +70,27 @@ def accept(body: Any, path: str, manager: Any) -> Any:
     if path == "/configure_logging" and str(body.get("log_level") or "info").lower() not in LOG_LEVELS:
         raise RequestError(f"log_level must be one of {', '.join(LOG_LEVELS)}; got {quoted(body['log_level'])}")
     return move_head(body, path) if path in ("/generate", "/v1/chat/completions") else body
+
+
+def combine(body: JsonDict, path: str, manager: Any) -> JsonDict:
+    """A body with ``adapters``, several as one with their scales, moved to where the gate looks for who answers.
+
+    Raises:
+        RequestError: it names an adapter besides, or is not what scales are.
+        UnknownAdapterResponse: an adapter that is not loaded.
+    """
+    if (given := body.get("adapters")) is None:
+        return body
+    if NAMED.get() is not None or body.get("lora_path") is not None:
+        raise RequestError("adapters stands for lora_path, and for an adapter as model; give one of them")
+    rest = {name: value for name, value in body.items() if name != "adapters"}
+    if path == "/generate" and isinstance(given, list):
+        listed = [None if one is None else written(one) for one in given]
+        manager.adapters.check_names(listed)
+        return {**rest, "lora_path": listed}
+    NAMED.set(written(given))
+    manager.adapters.check_names(NAMED.get())
+    return rest
 
 
 def check_ids(tokens: object) -> None:

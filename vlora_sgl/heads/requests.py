@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlora_sgl._sgl_types import LoRARef
+from vlora_sgl.combined import is_combined
 from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.errors import HeadError
 from vlora_sgl.heads.store import DESCRIPTION_FILE, KINDS, AdapterDescription, read_description
@@ -33,6 +34,8 @@ def check_head_requests(obj: Any, asked: Sequence[RequestParams], adapters: Mapp
             continue
         if one.lora_path is None:
             raise HeadError(f"head {name!r}: the base model has no heads; name an adapter that has")
+        if is_combined(one.lora_path):
+            raise HeadError(f"head {name!r}: several adapters as one have no heads; name the adapter that has it")
         adapter = adapters.get(one.lora_path)
         if adapter is None:
             continue  # an unknown adapter is reported as such

@@ -17,6 +17,7 @@ from vlora_sgl.lang.interpreter import BatchRun, ProgramState, run_program
 from vlora_sgl.lang.ir import (
     INHERIT,
     AdapterChoice,
+    Adapters,
     SglAdapter,
     SglHead,
     SglImages,
@@ -223,11 +224,15 @@ def set_default_backend(backend: Backend | None) -> None:
     up.global_config.default_backend = None if backend is None else as_endpoint(backend)
 
 
-def adapter(name: AdapterId) -> SglAdapter:
+def adapter(name: Adapters) -> SglAdapter:
     """Use an adapter for what follows: ``s += adapter("a")``, or ``with adapter("a"):`` for a block.
 
     Args:
-        name: a loaded adapter, or None for the base model.
+        name: a loaded adapter; several as one with a scale for each, ``{"a": 0.7, "b": 0.3}``; or None for the base
+            model.
+
+    Raises:
+        RequestError: scales that no combination can have.
     """
     return SglAdapter(name)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from enum import Enum
 from types import TracebackType
 from typing import Final, Literal
 
+from vlora_sgl.combined import written
 from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import Location
 from vlora_sgl.lang._upstream import ChoicesSamplingMethod, SglExpr, SglGen, SglSelect
@@ -23,6 +24,9 @@ INHERIT: Final = _Inherit.INHERIT
 
 AdapterChoice = AdapterId | Literal[_Inherit.INHERIT]
 
+Adapters = AdapterId | Mapping[str, float]
+"""A loaded adapter, several as one with a scale for each, or the base model."""
+
 AMBIENT: ContextVar[AdapterChoice] = ContextVar("vlora_ambient_adapter", default=INHERIT)
 """The adapter of the innermost ``with vlora.adapter(...)`` block around the statement being appended."""
 
@@ -36,9 +40,9 @@ def effective(choice: AdapterChoice, fallback: AdapterId) -> AdapterId:
 class SglAdapter(SglExpr):
     """Use an adapter for what follows: appended to a state, or as a ``with`` block around statements."""
 
-    def __init__(self, name: AdapterId) -> None:
+    def __init__(self, name: Adapters) -> None:
         super().__init__()
-        self.name = name
+        self.name: AdapterId = written(name) if isinstance(name, Mapping) else name
         self._tokens: list[Token[AdapterChoice]] = []
 
     def __enter__(self) -> SglAdapter:

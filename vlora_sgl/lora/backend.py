@@ -103,6 +103,17 @@ class GraphTables:
         self._copied = [torch.cuda.Event() for _ in self._ring] if on_gpu else []
         self._turn = 0
         self._routings: dict[tuple[int, bool], Routing] = {}
+        self._captured: set[int] = set()
+
+    def holds(self, rows: int, active: int, pairs: int, tuples: int) -> bool:
+        """Whether a batch has room: rows, slots in use, slots that a row applies at most, different sets of those."""
+        if self._padded(rows) <= self.dense_rows and is_dense(rows, active):
+            return True
+        return pairs <= GRAPH_PAIRS and tuples <= self._most_tiles(0)
+
+    def _padded(self, rows: int) -> int:
+        """Rows of the graph that runs a batch of so many."""
+        return min((size for size in self._captured if size >= rows), default=self.max_rows)
 
     def _most_tiles(self, rows: int) -> int:
         """Every tile but each group's last is full; a group is a slot tuple: each slot's own, or base rows."""
@@ -145,13 +156,15 @@ class GraphTables:
             self._copied[turn].synchronize()  # returns at once, unless the device is RING steps behind
         host = self._views[turn]
         rows = sum(count for _, count in runs)
-        if many is None:
+        if many is not None:
+            self._captured.add(rows)  # only a capture says
+        else:
             many = self.many and not is_dense(1, len(active_slots((count, pairs) for pairs, count in runs)))
         if rows <= self.dense_rows and not many:
             self._put_gates(host, runs, ranks, scalings)
         # A batch of few rows may be padded up to a graph of many, whose kernels are the grouped ones.
         if many or self.max_rows > self.dense_rows:
-            self._put_tiles(host, runs, ranks, scalings)
+            self._put_tiles(host, runs, ranks, scalings, read=many or self._padded(rows) > self.dense_rows)
         self.buffer.copy_(self._ring[turn], non_blocking=True)
         if self._copied:
             self._copied[turn].record()
@@ -178,7 +191,7 @@ class GraphTables:
         host[start : start + len(active)] = active
 
     def _put_tiles(
-        self, host: np.ndarray, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float]
+        self, host: np.ndarray, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float], read: bool
     ) -> None:
         groups, rows = groups_of(runs)
         check_groups(groups, rows, ranks)
@@ -186,6 +199,9 @@ class GraphTables:
         tiles, slots, gates = grouped_tables([*groups, (spare, ())], ranks, scalings, self.places, self.block)
         count, width = slots.shape
         if count > self.max_tiles or width > GRAPH_PAIRS:
+            if not read:
+                host[self.at["n_tiles"]] = 0
+                return
             raise ConfigError(
                 f"{count} row tiles with {width} slots a row exceed the graph's tables "
                 f"({self.max_tiles}, {GRAPH_PAIRS}); lower --cuda-graph-max-bs to {DENSE_MAX_ROWS}"
@@ -225,6 +241,12 @@ class AtmmBackend(_sgl.BaseLoRABackend):
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int) -> None:
         """Take batches of up to so many tokens for captured prefill graphs; a size gets its tables when captured."""
         self.prefill_cuda_graph_max_bs = self.prefill_cuda_graph_max_tokens = max_num_tokens
+
+    def graph_holds(self, prefill: bool, rows: int, active: int, pairs: int, tuples: int) -> bool:
+        """Whether captured graphs have room for a batch (see ``GraphTables.holds``)."""
+        if prefill:
+            return pairs <= GRAPH_PAIRS and tuples <= 2 * len(self.places) + 1
+        return self.graph_tables is None or self.graph_tables.holds(rows, active, pairs, tuples)
 
     def _tables_of_prefill(self, tokens: int) -> GraphTables:
         """The tables that the graph of a prefill of this many tokens reads."""

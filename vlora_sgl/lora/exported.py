@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlora_sgl.combined import is_combined, parts, written
 from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import ConfigError
 
@@ -35,10 +36,19 @@ class ExportedModel:
         """The adapter that answers as ``asked`` did on the original base.
 
         The merged adapter is the model itself, unless a head of its own is asked; no adapter is the delta that
-        gives the original base back; any other name is its delta's.
+        gives the original base back; any other name is its delta's. Several as one lack, or have too often, what
+        their deltas take out of the merged base once each.
+
+        Raises:
+            RequestError: several as one with the delta of the base are too many.
         """
         if asked is None:
             return BASE_DELTA
+        if is_combined(asked):
+            scales = dict(parts(asked))
+            base = 1 - sum(scales.values())
+            scales = {name: scale for name, scale in scales.items() if name != self.hot}
+            return written(scales | ({BASE_DELTA: base} if base or not scales else {}))
         return None if asked == self.hot and not head else asked
 
     def lora_paths(self) -> list[str]:

@@ -16,8 +16,9 @@ import torch
 
 from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import ForwardBatch, LoRAConfig, LoRARef
-from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict
-from vlora_sgl.errors import ConfigError
+from vlora_sgl.combined import is_combined, parts
+from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict, adapters_in
+from vlora_sgl.errors import ConfigError, RequestError
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 from vlora_sgl.kernels.atmm.row_routing import Run, is_dense
 from vlora_sgl.lora.adapter import AdapterBuilder
@@ -64,6 +65,7 @@ class VLoraManager(_sgl.LoRAManager):
     Attributes:
         plan: the plan of the batch that runs next.
         residency: which adapters hold slots, and who is evicted.
+        combines: whether a request has combined adapters yet; until then no batch is looked through for it.
         token_routing: what routed adapters need of a batch, if there can be any.
     """
 
@@ -71,6 +73,7 @@ class VLoraManager(_sgl.LoRAManager):
     memory_pool: Any = None
     _prefill_graphs: PrefillGraphs | None = None
     token_routing: TokenRouting | None = None
+    combines = False
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._routes_rows = kwargs.get("lora_backend") == ROUTING_BACKEND
@@ -119,6 +122,21 @@ class VLoraManager(_sgl.LoRAManager):
     def described(self) -> Mapping[str, DescribedAdapter]:
         """Description, heads and digest by adapter id, of every adapter that is loaded."""
         return self._store.described
+
+    def description_of(self, adapter: str) -> DescribedAdapter:
+        """What is known of an adapter, or of several as one.
+
+        Raises:
+            RequestError: they cannot be combined on this engine.
+        """
+        if not is_combined(adapter):
+            return self.described[adapter]
+        if not self._routes_rows or self.enable_lora_overlap_loading:
+            raise RequestError(
+                f"adapters are combined by --lora-backend {ROUTING_BACKEND} without --enable-lora-overlap-loading"
+            )
+        self.combines = True
+        return self._store.describe_combined(adapter)
 
     def has_routed(self, adapters: Iterable[AdapterId] | None) -> bool:
         """Whether any of these is a routed adapter."""
@@ -264,6 +282,8 @@ class VLoraManager(_sgl.LoRAManager):
         Raises:
             UnknownAdapterError: it is not loaded.
         """
+        if is_combined(adapter):
+            return "it is several adapters, with scales of a request's own"
         if adapter in self._store.routed:
             return "it is a routed adapter, and differs from token to token"
         return self._merger.refusal(adapter)
@@ -371,12 +391,28 @@ class VLoraManager(_sgl.LoRAManager):
         self._prefill_graphs = graphs
 
     def exceeds_graph(self, forward_batch: ForwardBatch) -> bool:
-        """Whether a batch has routed adapters but more rows than a captured graph can route."""
+        """Whether a decoding batch has what a captured graph cannot route: routed adapters in more rows than it has
+        votes for, or rows of more adapters than its tables have room for."""
+        if self._combines_too_many(forward_batch, prefill=False):
+            return True
         return self.token_routing is not None and self.token_routing.exceeds_graph(forward_batch)
 
+    def _combines_too_many(self, forward_batch: ForwardBatch, prefill: bool) -> bool:
+        """Whether a batch has rows of more adapters than captured graphs have room for."""
+        if not self.combines:
+            return False
+        adapters, merged = set(forward_batch.lora_ids or ()), self.plan.merged_adapter
+        pairs = max((len(parts(one)) for one in adapters if one is not None), default=0) + (merged is not None)
+        # Besides its adapters' rows a batch may have base rows, and a graph has padding.
+        bounds = forward_batch.batch_size, len(adapters_in(adapters, merged)), pairs, len(adapters) + 2
+        return not self.lora_backend.graph_holds(prefill, *bounds)
+
     def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
-        """SGLang's verdict; a prefill with routed rows runs eagerly: its tiles depend on what the router says."""
-        return super().can_use_prefill_cuda_graph(forward_batch) and not self.has_routed(forward_batch.lora_ids)
+        """SGLang's verdict; a prefill with routed rows runs eagerly: its tiles depend on what the router says. So does
+        one with rows of more adapters than the tables have room for."""
+        if not super().can_use_prefill_cuda_graph(forward_batch) or self.has_routed(forward_batch.lora_ids):
+            return False
+        return not self._combines_too_many(forward_batch, prefill=True)
 
     # Between batches
 

@@ -6,14 +6,16 @@ What does not fit is refused before anything of the engine changes: all of an ad
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vlora_sgl._sgl_types import LoRAAdapter, LoRAConfig, LoRARef
+from vlora_sgl.combined import members, parts
 from vlora_sgl.core import AdapterId, JsonDict
-from vlora_sgl.errors import AdapterError
+from vlora_sgl.errors import AdapterError, RequestError, quoted
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import AdapterDescription, load_heads, read_description
 from vlora_sgl.lora.access import allowed_directory
@@ -199,6 +201,32 @@ class AdapterStore:
         """Drop the description of an adapter that SGLang has unloaded."""
         self.described.pop(adapter, None)
 
+    def describe_combined(self, adapter: str) -> DescribedAdapter:
+        """What is known of several adapters as one, by the text with their ids; their heads are not its.
+
+        Raises:
+            RequestError: some of them cannot be in one row, or never be on the device together.
+        """
+        ids = [uid for uid, _ in parts(adapter)]
+        names = ", ".join(quoted(self._refs[uid].lora_name) for uid in ids)
+        described = [self.described[uid] for uid in ids]
+        if any(uid in self.routed for uid in ids):
+            raise RequestError(f"adapters {names}: a routed adapter cannot be combined with others; name its members")
+        invocation = described[0].description.invocation
+        if any(one.description.invocation != invocation for one in described):
+            raise RequestError(f"adapters {names} cannot be combined: they start at different places of a prompt")
+        if any(one.tower is not None for one in described):
+            raise RequestError(f"adapters {names} cannot be combined: weights in the vision tower have no scale")
+        holders = {*ids, *self.pinned}
+        if len(holders) + 1 > self._slots or not self.fit_sized_slots(holders):
+            raise RequestError(
+                f"adapters {names} and the pinned ones need {len(holders)} slots at once; "
+                f"--max-loras-per-batch={self._slots} has {self._slots - 1}, of which each must hold its adapter's rank"
+            )
+        content = sorted((self.described[uid].digest, scale) for uid, scale in parts(adapter))
+        digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=32).hexdigest()
+        return DescribedAdapter(AdapterDescription(invocation=invocation), {}, digest)
+
     # What fits
 
     def check(self, config: LoRAConfig, ref: LoRARef) -> None:
@@ -245,9 +273,9 @@ class AdapterStore:
         return bool(self.routed) and any(adapter in self.routed for adapter in adapters or ())
 
     def holders(self, adapters: Iterable[AdapterId]) -> set[AdapterId]:
-        """Those that need a slot for rows of these adapters: in a routed adapter's place its members."""
+        """Those that need a slot for rows of these adapters: in place of routed and combined ones their members."""
         found: set[AdapterId] = set()
-        for adapter in adapters:
+        for adapter in members(adapters):
             routed = self.routed.get(adapter) if adapter is not None else None
             found.update((adapter,) if routed is None else routed.members)
         return found

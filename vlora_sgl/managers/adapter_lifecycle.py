@@ -23,8 +23,9 @@ from vlora_sgl._sgl_types import (
     ServerArgs,
     UnloadLoRAAdapterReqInput,
 )
+from vlora_sgl.combined import canonical, is_combined, members, parts
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import AdapterError, UnknownAdapterError, listed, quoted
+from vlora_sgl.errors import AdapterError, RequestError, UnknownAdapterError, listed, quoted
 from vlora_sgl.managers.waits import Turns, behind, limit_of, within
 from vlora_sgl.names import check_adapter_name, check_path
 from vlora_sgl.routed.spec import is_routed, member_names
@@ -88,12 +89,22 @@ class AdapterRegistry(_sgl.LoRARegistry):
         self._idle: dict[str, asyncio.Event] = {}
         super().__init__(lora_paths)
 
-    async def acquire(self, lora_name: str | Sequence[str | None]) -> str | list[str | None]:
+    async def acquire(self, lora_name: str | Sequence[str | None]) -> str | list[str | None] | None:
         """SGLang's ids of names, whose users the caller is one of until it calls ``let_go``."""
         names: Sequence[str | None] = [lora_name] if isinstance(lora_name, str) else lora_name
-        ids = [None if name is None else self._looked_up(name) for name in names]
-        self._users.update(one for one in ids if one is not None)
-        return str(ids[0]) if isinstance(lora_name, str) else ids
+        ids = [None if name is None else self._id_of(name) for name in names]
+        self._users.update(one for one in members(ids) if one is not None)
+        return ids[0] if isinstance(lora_name, str) else ids
+
+    async def get_unregistered_loras(self, lora_name: Iterable[str | None]) -> list[str | None]:
+        """SGLang's names that are not in memory; of several adapters as one, those of them."""
+        return list(await super().get_unregistered_loras(set(members(lora_name))))
+
+    def _id_of(self, name: str) -> str | None:
+        """The engine's id of an adapter, or of several as one; ``None`` where their sum is the base model."""
+        if not is_combined(name):
+            return self._looked_up(name)
+        return canonical([(self._looked_up(one), scale) for one, scale in parts(name)])
 
     def _looked_up(self, name: str) -> str:
         ref = self._registry.get(name)
@@ -107,7 +118,7 @@ class AdapterRegistry(_sgl.LoRARegistry):
 
     def let_go(self, lora_id: str | Sequence[str | None] | None) -> None:
         """Give back what ``acquire`` counted for a request."""
-        for one in [lora_id] if lora_id is None or isinstance(lora_id, str) else lora_id:
+        for one in members([lora_id] if lora_id is None or isinstance(lora_id, str) else lora_id):
             if one is None or not self._users[one]:
                 continue
             self._users[one] -= 1
@@ -129,6 +140,12 @@ class AdapterRegistry(_sgl.LoRARegistry):
     def get(self, name: str) -> LoRARef | None:
         """The adapter of that name in memory, or ``None``."""
         return self._registry.get(name)
+
+    def touch(self, names: Iterable[str]) -> None:
+        """Count adapters that are in memory as used now: what a request needs beside them is not put in their place."""
+        for name in names:
+            if name in self._registry:
+                self._registry.move_to_end(name)
 
     def put(self, ref: LoRARef, anew: bool = True) -> None:
         """Let a name mean this adapter from now on; ``anew`` unless it is the same load of it (another pin)."""
@@ -188,8 +205,8 @@ class AdapterLifecycle:
         Raises:
             UnknownAdapterResponse: one is not.
         """
-        for name in names if isinstance(names, list) else [names]:
-            if name is not None and name not in self.known:
+        for name in _named(names):
+            if name not in self.known:
                 raise UnknownAdapterResponse(str(name), self.known)
 
     async def bring_in(self, names: str | Sequence[str | None] | None) -> None:
@@ -197,10 +214,17 @@ class AdapterLifecycle:
 
         Raises:
             UnknownAdapterResponse: a name that is not loaded.
+            RequestError: one prompt combines more than are ever in memory.
         """
         self.check_names(names)
-        for name in dict.fromkeys(names if isinstance(names, list) else [names]):
-            if name is not None and self.registry.get(name) is None:
+        most = self._server_args.max_loaded_loras
+        for name in names if isinstance(names, list) else [names]:
+            if most is not None and is_combined(name) and len(parts(str(name))) > most:
+                raise RequestError(f"adapters: {len(parts(str(name)))} cannot be combined; --max-loaded-loras is {most}")
+        wanted = list(dict.fromkeys(_named(names)))
+        self.registry.touch(wanted)
+        for name in wanted:
+            if self.registry.get(name) is None:
                 await self._revive(name)
 
     async def _revive(self, name: str) -> None:
@@ -419,6 +443,11 @@ class AdapterLifecycle:
     def _refused(self, reason: str, name: object = None) -> LoadLoRAAdapterReqOutput:
         logger.warning("%s: %s", "adapters" if name is None else f"adapter {quoted(name)} was refused", reason)
         return _sgl.LoadLoRAAdapterReqOutput(success=False, error_message=reason, loaded_adapters=self._loaded())
+
+
+def _named(names: str | Sequence[str | None] | None) -> Iterable[str]:
+    """Every adapter that a request names, those that it combines one by one."""
+    return (name for name in members(names if isinstance(names, list) else [names]) if name is not None)
 
 
 def _why_no_path(path: object) -> str | None:

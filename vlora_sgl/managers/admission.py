@@ -13,12 +13,14 @@ import dataclasses
 import re
 import re._constants as op
 import re._parser as regex_parser
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import GenerateReqInput
+from vlora_sgl.combined import FORM, are_scales, is_combined, parts, written
 from vlora_sgl.errors import RequestError
 from vlora_sgl.managers.checks import (
     ANYTHING,
@@ -38,6 +40,10 @@ from vlora_sgl.managers.checks import (
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 NAME = string(1024)
+ADAPTER = Check(
+    f"an adapter's name, {NAME.expects}, or of several as one {FORM}",
+    lambda value: _is_adapter(value),
+)
 MAX_BATCH = 4096
 """Prompts that one request may hold."""
 
@@ -132,7 +138,7 @@ def _fields(limits: Limits) -> dict[str, _Field]:
         "routed_experts_start_len": _Field(integer(0, INT32)),
         "modalities": _Field(list_of(one_of(("image", "multi-images", "video", "audio")), MAX_BATCH), batched=True),
         "session_params": _Field(json_value(64), batched=True),
-        "lora_path": _Field(NAME, batched=True),
+        "lora_path": _Field(ADAPTER, batched=True),
         "lora_id": _Field(ANYTHING),  # overwritten: names alone choose adapters
         "custom_logit_processor": _Field(string(1 << 20), batched=True),
         "routed_dp_rank": _Field(integer(0, 1 << 16)),
@@ -199,7 +205,8 @@ class RequestGate:
         self._defaults: dict[type, dict[str, object]] = {}
 
     def check(self, request: GenerateReqInput) -> None:
-        """Check a request as it came, before SGLang normalises it. A list of one adapter is, for one prompt, that one.
+        """Check a request as it came, before SGLang normalises it. A list of one adapter is, for one prompt, that one;
+        several adapters as one, with their scales, become their text.
 
         Raises:
             RequestError: names the field, what was expected and what came.
@@ -219,6 +226,8 @@ class RequestGate:
                 self._check_list(name, field.check, value, prompts)
             elif prompts is not None or field.alone is None or not field.alone.fits(value):
                 field.check.require(name, value)
+        if isinstance(request.lora_path, Mapping | list):
+            request.lora_path = _as_text(request.lora_path)
         self._check_sampling(request.sampling_params, prompts)
 
     def _defaults_of(self, request: GenerateReqInput) -> dict[str, object]:
@@ -294,6 +303,22 @@ class RequestGate:
                 raise RequestError(
                     f"{where}.logit_bias must have token ids below {self.limits.vocabulary} as keys; got {shown(key)}"
                 )
+
+
+def _is_adapter(value: object) -> bool:
+    if not isinstance(value, str) or not is_combined(value):
+        return are_scales(value) and all(map(NAME.fits, value)) if isinstance(value, Mapping) else NAME.fits(value)
+    try:
+        return all(NAME.fits(name) for name, _ in parts(value))
+    except RequestError:
+        return False
+
+
+def _as_text(given: Any) -> Any:
+    """Adapters as they passed the gate, several as one by their text."""
+    if isinstance(given, list):
+        return [_as_text(one) for one in given]
+    return written(given) if isinstance(given, Mapping) else given
 
 
 def _nested(value: object, depth: int) -> bool:

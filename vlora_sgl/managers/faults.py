@@ -16,6 +16,7 @@ import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import GenerationBatchResult, Req
+from vlora_sgl.combined import members
 from vlora_sgl.mem_cache.identity import image_spans
 from vlora_sgl.mem_cache.radix_cache import VLoraRadixCache
 from vlora_sgl.multimodal.encoder_guard import fault_of
@@ -52,8 +53,10 @@ class Faults:
                 self.end(req, "encoder", f"an image could not be encoded: {type(error).__name__}: {error}")
         for row in nonfinite_rows(result):
             req = reqs[row]
-            ref = names.get(req.lora_id)
-            whose = "the base model" if ref is None else f"adapter {ref.lora_name!r}"
+            whose = " and ".join(
+                f"adapter {names[adapter].lora_name!r}" for adapter in members([req.lora_id]) if adapter in names
+            )
+            whose = whose or "the base model"
             self.end(req, "nonfinite", f"{whose} computed values that are not finite")
 
     def end(self, req: Req, kind: str, message: str) -> None:

@@ -29,6 +29,7 @@ GAUGES: dict[str, tuple[str, ...]] = {
     "slot_misses": ("Uses of an adapter that had to load it.",),
     "slot_reloads": ("Loads of an adapter evicted a moment ago: slot thrash.",),
     "adapter_requests": ("Requests of a loaded adapter, or of the base model.", "adapter", "state"),
+    "combined_requests": ("Requests that combine adapters; each counts for every one of them as well.", "state"),
     "unloaded_requests": ("Requests of adapters that were unloaded while they ran.", "state"),
     "reuse_tokens": ("Tokens of requests so far, and those of them taken from the cache.", "kind"),
     "encoder_images": ("Look-ups of an image in the encoder's cache so far.", "found"),
@@ -89,6 +90,9 @@ def samples_of(state: JsonDict, adapters: Sequence[JsonDict]) -> Iterator[Sample
         yield from _planned(state["batches_by_mode"], state["plan"])
         yield from _adapters(adapters)
         yield from _requests({row["name"] for row in adapters}, state["plan"]["requests"])
+        yield from (
+            ("combined_requests", count, {"state": name}) for name, count in state["plan"]["combined_requests"].items()
+        )
 
 
 def _saved(reuse: Mapping[str, int], encoder: Mapping[str, int], heads: Mapping[str, int]) -> Iterator[Sample]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from vlora_sgl._sgl_types import Req
-from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict
+from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict, adapters_in
 from vlora_sgl.managers.policies import Policy, QueueState, RequestState, mode_of
 from vlora_sgl.managers.policies.base import Memory, visible
 from vlora_sgl.managers.policies.iteration_log import Iteration
@@ -114,7 +114,7 @@ class Planner:
     def settle(self, rows: Sequence[tuple[str, AdapterId]]) -> BatchPlan:
         """The current plan, cut to the rows of the batch that was formed: its mode follows from them."""
         target = self._plan.merged_adapter if self._plan is not None else None
-        if len({adapter for _, adapter in rows} | {target} - {None}) > self.max_adapters + 1:
+        if len(adapters_in((adapter for _, adapter in rows), target)) > self.max_adapters:
             target = None
         return BatchPlan(tuple(rid for rid, _ in rows), mode_of((a for _, a in rows), target), target)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vlora_sgl._sgl_types import Req, ScheduleBatch
+from vlora_sgl.combined import is_combined, members
 from vlora_sgl.core import BatchPlan, InferenceMode, JsonDict
 from vlora_sgl.lora.slot_residency import SlotResidency
 from vlora_sgl.managers.forced_mode import forced_mode
@@ -78,7 +79,7 @@ class Planning:
         self.planner.merged = self.lora_manager.merged  # an unload or a weight update may have unmerged
         running = [req for req in running if not req.finished()]
         plan = self.planner.next(waiting, running, chunked)
-        self.residency.want([plan.merged_adapter, *(req.lora_id for req in (*running, *waiting))])
+        self.residency.want(members([plan.merged_adapter, *(req.lora_id for req in (*running, *waiting))]))
 
     def may_admit(self, req: Req) -> bool:
         """Whether a request is in the plan. A forced mode takes every request as it comes."""
@@ -125,19 +126,32 @@ class Planning:
             self.iteration_log.done(number)
 
     def requests(self) -> dict[str, Counter[str]]:
-        """Unfinished requests by the name of their adapter, those that wait and those that run; ``""`` is the base."""
+        """Unfinished requests by the name of their adapter, those that wait and those that run; ``""`` is the base.
+
+        One that combines adapters counts for each of them.
+        """
         refs = self.lora_manager.lora_refs
         counts: dict[str, Counter[str]] = {}
         for state, by_id in self.planner.requests().items():
             counts[state] = Counter()
-            for adapter, count in by_id.items():
-                counts[state][refs[adapter].lora_name if adapter in refs else adapter or ""] += count
+            for combined, count in by_id.items():
+                for adapter in members([combined]):
+                    counts[state][refs[adapter].lora_name if adapter in refs else adapter or ""] += count
         return counts
 
     def state(self) -> JsonDict:
         """Figures for ``/server_info`` and the metrics."""
         requests = {state: dict(counts) for state, counts in self.requests().items()}
-        return {**self.planner.state(), "slots": self.residency.state(), "requests": requests}
+        combined = {
+            state: sum(count for adapter, count in by_id.items() if is_combined(adapter))
+            for state, by_id in self.planner.requests().items()
+        }
+        return {
+            **self.planner.state(),
+            "slots": self.residency.state(),
+            "requests": requests,
+            "combined_requests": combined,
+        }
 
 
 def make_policy_of(args: VLoraArgs, costs: CostTable) -> Policy:

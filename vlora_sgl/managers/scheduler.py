@@ -14,6 +14,7 @@ from typing import Any
 
 from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import GenerationBatchResult, Req, ScheduleBatch
+from vlora_sgl.combined import members
 from vlora_sgl.core import InferenceMode, JsonDict, RequestParams
 from vlora_sgl.errors import ConfigError, HeadError, RequestError
 from vlora_sgl.heads.scheduling import HeadScheduling
@@ -109,8 +110,13 @@ class VLoraScheduler(_sgl.Scheduler):
 
     def arrived(self, req: Req) -> None:
         """Read what a request asks, find its head, settle who computes its KV; a head may want it computed anew."""
-        adapter = self.lora_manager.described[req.lora_id] if req.lora_id is not None else None
-        req.vlora = RequestState(RequestParams(), adapter)
+        req.vlora = RequestState(RequestParams())
+        if req.lora_id is not None:
+            try:
+                req.vlora.adapter = self.lora_manager.description_of(req.lora_id)
+            except RequestError as error:
+                req.lora_id = None
+                req.set_finish_with_abort(str(error))
         if req.to_finish is None:  # SGLang has nothing against it
             try:
                 req.vlora.params = RequestParams.of(req.sampling_params)
@@ -232,7 +238,7 @@ class VLoraScheduler(_sgl.Scheduler):
         rows = [*self.waiting_queue, *self.grammar_manager.grammar_queue, *self._in_flight()]
         for batch in (self.running_batch, self.last_batch):
             rows += batch.reqs if batch is not None else []
-        return {req.lora_id for req in rows}
+        return set(members(req.lora_id for req in rows))
 
     # Somebody asks
 

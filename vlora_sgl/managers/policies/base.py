@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
+from vlora_sgl.combined import is_combined, members
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, ServiceClass, adapters_in
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.managers.policies.cost_table import CostTable, Groups
@@ -86,7 +87,7 @@ class QueueState:
 
     def room(self, adapters: Iterable[AdapterId]) -> bool:
         """Whether one iteration may use these adapters (the base model does not count)."""
-        named = set(adapters) - {None}
+        named = set(members(adapters)) - {None}
         return len(named) <= self.max_adapters and (self.fits is None or self.fits(named))
 
 
@@ -144,12 +145,11 @@ def group_sizes(requests: Iterable[RequestState]) -> Counter[AdapterId]:
 
 
 def largest_group(requests: Iterable[RequestState], merged: AdapterId) -> tuple[AdapterId, int]:
-    """The adapter with the most requests (the base model cannot be merged and does not count), and how many.
+    """The adapter with the most requests, and how many; what cannot be merged (the base, combinations) is not counted.
 
     Ties go to the merged adapter, then to the one that appears first. ``(None, 0)`` without any adapter.
     """
-    sizes = group_sizes(requests)
-    sizes.pop(None, None)
+    sizes = {a: n for a, n in group_sizes(requests).items() if a is not None and not is_combined(a)}
     if not sizes:
         return None, 0
     best = max(sizes.values())
@@ -225,7 +225,8 @@ def assemble(
     chosen = [*state.running, *(r for r in state.waiting if r.rid == state.chunked)]
     taken = {r.rid for r in chosen}
     only = merged
-    if not state.can_merge or not state.room(adapters_in((r.adapter for r in chosen), merged)):
+    unfit = not state.can_merge or is_combined(merged)
+    if unfit or not state.room(adapters_in((r.adapter for r in chosen), merged)):
         merged = None
     adapters = set(adapters_in((r.adapter for r in chosen), merged))
     for request in order:

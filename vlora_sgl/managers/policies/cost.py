@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from math import sqrt
 
+from vlora_sgl.combined import is_combined, members
 from vlora_sgl.core import AdapterId, BatchPlan, ServiceClass
 from vlora_sgl.managers.policies.base import (
     Memory,
@@ -59,6 +60,8 @@ class CostPolicy(Policy):
         absent = now - phase.lora_seconds(groups, "\0absent")
         sums: Memory = {}
         for adapter in {*memory, *groups, None} - {merged}:
+            if is_combined(adapter):
+                continue  # cannot be merged
             saved = absent
             if adapter is None or adapter in groups:
                 saved = now - phase.lora_seconds(groups, adapter)
@@ -73,7 +76,8 @@ class CostPolicy(Policy):
         for r in state.waiting[: max(0, state.max_batch - len(state.running))]:
             prefill[r.adapter] += r.prompt
             decode[r.adapter] += 1
-        names: list[AdapterId] = [a for a, _ in decode.most_common(CANDIDATES) if a is not None]
+        plain = [a for a, _ in decode.most_common() if not is_combined(a)]
+        names: list[AdapterId] = [a for a in plain[:CANDIDATES] if a is not None]
         names += [a for a in (None, state.merged) if a not in names]
         best, best_gain = state.merged, 0.0
         now = self._known_seconds(decode, prefill, state.merged)
@@ -151,16 +155,18 @@ class CostPolicy(Policy):
                 rest.append(r)
         first = [*(r for _, _, r in sorted(urgent, key=lambda u: u[:2])), *idle]
         order = [*first, *rest]
-        used = set(running) - {None}
+        used = set(members(running)) - {None}
         held = used | ({merged} - {None})
-        kept_out = {r.adapter for r in first if r.adapter not in held and not state.room({*held, r.adapter})}
+        kept_out = {
+            r.adapter for r in first if not held.issuperset(members([r.adapter])) and not state.room({*held, r.adapter})
+        }
         if kept_out:
             # Adapters leave their slots only as their rows finish: admit nobody whose adapter is to leave. The hottest
             # may stay, unless it holds the very slot that is needed.
             hot, _ = largest_group((*state.running, *state.waiting), merged)
             stays = {hot} if all(state.room({hot, adapter}) for adapter in kept_out) else set()
             leaving = used - stays or used
-            order = [r for r in order if r.adapter not in leaving]
+            order = [r for r in order if r.adapter in kept_out or leaving.isdisjoint(members([r.adapter]))]
 
         at_risk = any(r.deadline is not None and self.credit(r, state) > self.limits.theta for r in state.running)
         places = int((1 - self.limits.reserve) * state.max_batch)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from vlora_sgl.core import AdapterId, JsonDict
+from vlora_sgl.combined import is_combined
+from vlora_sgl.core import AdapterId, JsonDict, row_pairs
 from vlora_sgl.errors import ConfigError
 
 TABLES = Path(__file__).parent / "cost_tables"
@@ -29,8 +30,15 @@ def lora_work(groups: Groups, merged: AdapterId) -> tuple[int, int, int]:
         included) whose rows take the merged one out again.
     """
     pairs = slots = undone = 0
+    shared: set[str] = set()
     for adapter, tokens in groups.items():
         if adapter == merged or not tokens:
+            continue
+        if is_combined(adapter):
+            applied = [one for one, _ in row_pairs(adapter, merged)]
+            pairs += tokens * len(applied)
+            undone += merged in applied
+            shared.update(one for one in applied if one != merged and not groups.get(one))
             continue
         if merged is not None:
             pairs += tokens
@@ -38,7 +46,7 @@ def lora_work(groups: Groups, merged: AdapterId) -> tuple[int, int, int]:
         if adapter is not None:
             pairs += tokens
             slots += 1
-    return pairs, slots + (undone > 0), undone
+    return pairs, slots + len(shared) + (undone > 0), undone
 
 
 @dataclass(frozen=True, slots=True)
