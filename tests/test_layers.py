@@ -12,7 +12,19 @@ PACKAGE = Path(vlora_sgl.__file__).parent
 
 # A room may import rooms to its left, and these, which import no room.
 SHARED = (
-    *("errors", "core", "names", "files", "strict_json", "images", "request", "seams", "_sgl", "_sgl_types"),
+    *(
+        "errors",
+        "combined",
+        "core",
+        "names",
+        "files",
+        "strict_json",
+        "images",
+        "request",
+        "seams",
+        "_sgl",
+        "_sgl_types",
+    ),
     *("platforms", "server_args"),
 )
 ENGINE = (

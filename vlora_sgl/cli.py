@@ -1,6 +1,7 @@
 """``vlora_sgl``: what one wants to know about adapters without starting a server.
 
-``vlora_sgl adapters inspect DIR [--model DIR]`` says what an adapter holds, whether it would load, and what it costs.
+``vlora_sgl adapters inspect DIR [--model DIR]`` says what an adapter holds, whether it would load, and what it costs;
+``vlora_sgl adapters convert TRAINED INITIAL OUTPUT`` makes plain LoRA of one whose initialisation changed the base.
 """
 
 from __future__ import annotations
@@ -28,14 +29,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     inspect.add_argument("directory", type=Path, help="a PEFT adapter directory")
     inspect.add_argument("--model", type=Path, help="directory of the base model, to check shapes and depth against")
     inspect.add_argument("--json", action="store_true", help="print the report as JSON")
+    inspect.set_defaults(run=_inspect)
+    convert = commands.add_parser("convert", help="PiSSA, OLoRA, CorDA or LoRA-GA to plain LoRA")
+    convert.add_argument("trained", type=Path, help="the adapter")
+    convert.add_argument("initial", type=Path, help="the adapter as it was saved before training")
+    convert.add_argument("output", type=Path, help="where the plain adapter goes; must not be there")
+    convert.set_defaults(run=_convert)
     args = parser.parse_args(argv)
     try:
-        report = inspect_adapter(args.directory, args.model)
+        args.run(args)
     except VLoraError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(report, indent=2) if args.json else _render(report))
     return 0
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    report = inspect_adapter(args.directory, args.model)
+    print(json.dumps(report, indent=2) if args.json else _render(report))
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from vlora_sgl.lora.convert import convert
+
+    convert(args.trained, args.initial, args.output)
+    print(f"{args.output} is plain LoRA of rank {inspect_adapter(args.output)['max_rank']}")
 
 
 def inspect_adapter(directory: Path, model: Path | None = None) -> JsonDict:

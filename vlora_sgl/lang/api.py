@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
-from vlora_sgl.core import AdapterId, JsonDict
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ProgramError, RequestError
 from vlora_sgl.lang import _upstream as up
 from vlora_sgl.lang.endpoint import Backend, as_endpoint

@@ -87,7 +87,7 @@ def read_adapter(directory: str | Path, layout: BaseLayout | None = None) -> Ada
     directory = Path(directory)
     config = PeftLoraConfig.read(directory)
     _refuse_added_tokens(directory, layout)
-    return assemble(dict(_tensors(directory)), config, str(directory), layout)
+    return assemble(dict(tensors_of(directory)), config, str(directory), layout)
 
 
 def check_files(directory: str) -> None:
@@ -244,7 +244,7 @@ def _sort_other(
     unknown.append(key)
 
 
-def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the adapter's safetensors, copied: nothing stays mapped, so the files may be replaced."""
     for path in weight_files(directory):
         try:

@@ -35,7 +35,7 @@ _REFUSED = {
     "arrow_config": "Arrow routes between adapters",
 }
 # Initialisations that subtract from the base weights, so that the saved factors fit a base nobody serves.
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")
 LARGEST = float(torch.finfo(torch.float32).max)
 """Of an alpha or a scale: the kernels hold them in float32."""
 # Options that only matter while training, whatever their value.
@@ -100,8 +100,14 @@ class PeftLoraConfig:
         init = raw.get("init_lora_weights")
         if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
             raise AdapterError(
-                f"{source}: init_lora_weights={init!r} changes the base weights; convert the adapter to plain LoRA "
-                "(PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+                f"{source}: init_lora_weights={init!r} changes the base weights; convert the adapter to plain LoRA, "
+                "with what was saved before training: vlora_sgl adapters convert TRAINED INITIAL OUTPUT"
+            )
+        if isinstance(init, str) and init.lower().startswith("loftq"):
+            raise AdapterError(
+                f"{source}: init_lora_weights={init!r} fits quantized weights of its own, which are not this base "
+                "model's; merge it into those (PEFT: merge_and_unload) and serve the result, or train on the base "
+                "model that is served"
             )
         known = {f.name for f in fields(LoraConfig)} | _TRAINING_ONLY
         for option, value in raw.items():

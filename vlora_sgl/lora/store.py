@@ -221,7 +221,7 @@ class AdapterStore:
         if len(holders) + 1 > self._slots or not self.fit_sized_slots(holders):
             raise RequestError(
                 f"adapters {names} and the pinned ones need {len(holders)} slots at once; "
-                f"--max-loras-per-batch={self._slots} has {self._slots - 1}, of which each must hold its adapter's rank"
+                f"--max-loras-per-batch={self._slots} has {self._slots - 1}, and each must hold its adapter's rank"
             )
         content = sorted((self.described[uid].digest, scale) for uid, scale in parts(adapter))
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=32).hexdigest()

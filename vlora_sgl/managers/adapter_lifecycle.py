@@ -142,7 +142,7 @@ class AdapterRegistry(_sgl.LoRARegistry):
         return self._registry.get(name)
 
     def touch(self, names: Iterable[str]) -> None:
-        """Count adapters that are in memory as used now: what a request needs beside them is not put in their place."""
+        """Count adapters in memory as used now: what a request needs beside them is not put in their place."""
         for name in names:
             if name in self._registry:
                 self._registry.move_to_end(name)
@@ -220,7 +220,9 @@ class AdapterLifecycle:
         most = self._server_args.max_loaded_loras
         for name in names if isinstance(names, list) else [names]:
             if most is not None and is_combined(name) and len(parts(str(name))) > most:
-                raise RequestError(f"adapters: {len(parts(str(name)))} cannot be combined; --max-loaded-loras is {most}")
+                raise RequestError(
+                    f"adapters: {len(parts(str(name)))} cannot be combined; --max-loaded-loras is {most}"
+                )
         wanted = list(dict.fromkeys(_named(names)))
         self.registry.touch(wanted)
         for name in wanted:

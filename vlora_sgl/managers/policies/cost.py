@@ -157,9 +157,8 @@ class CostPolicy(Policy):
         order = [*first, *rest]
         used = set(members(running)) - {None}
         held = used | ({merged} - {None})
-        kept_out = {
-            r.adapter for r in first if not held.issuperset(members([r.adapter])) and not state.room({*held, r.adapter})
-        }
+        needy = {r.adapter for r in first if not held.issuperset(members([r.adapter]))}
+        kept_out = {adapter for adapter in needy if not state.room({*held, adapter})}
         if kept_out:
             # Adapters leave their slots only as their rows finish: admit nobody whose adapter is to leave. The hottest
             # may stay, unless it holds the very slot that is needed.
