@@ -25,7 +25,7 @@ SHARED = (
         "_sgl",
         "_sgl_types",
     ),
-    *("platforms", "server_args"),
+    *("_sgl_types", "platforms", "server_args"),
 )
 ENGINE = (
     *("kernels", "multimodal", "mem_cache", "heads", "routed", "lora", "model_executor", "managers", "entrypoints"),

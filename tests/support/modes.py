@@ -35,11 +35,15 @@ class Expected:
 
 
 def make_adapters(root: Path, model: Path) -> dict[str, Path]:
-    """Rank 16 on all linears, rank 8 on part of attention, rank 4 (rsLoRA) on part of the MLP."""
+    """Rank 16 on all linears, rank 8 on part of attention, rank 4 (rsLoRA) on part of the MLP; rank 8 on the
+    vocabulary and part of attention."""
     return {
         "all": make_adapter(root / "all", model, 1),
         "attention": make_adapter(root / "attention", model, 5, 8, targets=["q_proj", "v_proj", "o_proj"]),
         "mlp": make_adapter(root / "mlp", model, 6, 4, 3, ["gate_proj", "down_proj"], use_rslora=True),
+        "vocabulary": make_adapter(
+            root / "vocabulary", model, 7, 8, 24, targets=["embed_tokens", "lm_head", "v_proj"]
+        ),
     }
 
 

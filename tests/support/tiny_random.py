@@ -112,7 +112,7 @@ def make_adapter(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 * scale)
             elif "lora_A" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)

@@ -28,6 +28,7 @@ from vlora_sgl.kernels.atmm.row_routing import (
     groups_of,
     is_dense,
 )
+from vlora_sgl.lora.vocabulary import cut, embed, embed_in_graph
 
 GRAPH_PAIRS = 2
 MANY_ROWS = 256  # of a prefill: groups of rows are taken to fill large tiles
@@ -42,12 +43,14 @@ class Batch:
         routing: the operator's tables.
         in_graph: whether a captured graph will read them, so that no launch may be left out for want of adapters.
         prefill: whether that is a graph of a prefill.
+        head_runs: of the rows that the LM head sees, where those are not the batch's; none where it has no adapters.
         has_active_lora: set and read by SGLang.
     """
 
     routing: Routing
     in_graph: bool
     prefill: bool = False
+    head_runs: Sequence[Run] | None = None
     has_active_lora: bool = False
 
 
@@ -107,9 +110,13 @@ class GraphTables:
 
     def holds(self, rows: int, active: int, pairs: int, tuples: int) -> bool:
         """Whether a batch has room: rows, slots in use, slots that a row applies at most, different sets of those."""
-        if self._padded(rows) <= self.dense_rows and is_dense(rows, active):
+        if self.is_dense(rows, active):
             return True
         return pairs <= GRAPH_PAIRS and tuples <= self._most_tiles(0)
+
+    def is_dense(self, rows: int, active: int) -> bool:
+        """Whether the graph that runs a batch is one of the dense kernels."""
+        return self._padded(rows) <= self.dense_rows and is_dense(rows, active)
 
     def _padded(self, rows: int) -> int:
         """Rows of the graph that runs a batch of so many."""
@@ -216,7 +223,7 @@ class GraphTables:
 
 
 class AtmmBackend(_sgl.BaseLoRABackend):
-    """The operator behind SGLang's interface. Adapters on embeddings, lm_head and MoE experts are refused."""
+    """The operator behind SGLang's interface. Adapters on MoE experts are refused."""
 
     name = "atmm"
     supports_prefill_cuda_graph = True
@@ -241,6 +248,10 @@ class AtmmBackend(_sgl.BaseLoRABackend):
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int) -> None:
         """Take batches of up to so many tokens for captured prefill graphs; a size gets its tables when captured."""
         self.prefill_cuda_graph_max_bs = self.prefill_cuda_graph_max_tokens = max_num_tokens
+
+    def embeds_in_graph(self, rows: int, active: int) -> bool:
+        """Whether the decode graph of a batch has adapters on embeddings."""
+        return self.graph_tables is None or self.graph_tables.is_dense(rows, active)
 
     def graph_holds(self, prefill: bool, rows: int, active: int, pairs: int, tuples: int) -> bool:
         """Whether captured graphs have room for a batch (see ``GraphTables.holds``)."""
@@ -327,15 +338,39 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         """The activation of gate and up with this batch's adapters (see ``kernels.atmm.atmm_silu_and_mul``)."""
         return atmm_silu_and_mul(y, x, a, b, self.batch_info.routing, offsets)
 
+    # The vocabulary
+
+    def embed(self, y: torch.Tensor, ids: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add this batch's adapters to its input embeddings, in place (see ``vocabulary.embed``)."""
+        batch = self.batch_info
+        if not batch.in_graph:
+            embed(y, ids, a, b, batch.routing)
+        elif batch.routing.gates is not None and not batch.prefill:
+            embed_in_graph(y, ids, a, b, batch.routing.gates)
+        # Batches that have adapters on embeddings replay no other graph (``VLoraManager``).
+
+    def add_to_logits(
+        self, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: Sequence[int]
+    ) -> None:
+        """Add this batch's adapters to logits, in place.
+
+        Raises:
+            RuntimeError: x has not the rows that were announced.
+        """
+        batch = self.batch_info
+        if batch.prefill or batch.head_runs == []:
+            return
+        if batch.head_runs is None:
+            self.add(y, x, a, b, offsets)
+            return
+        first = (self._lm_head_pass_idx or 0) * _sgl.envs.SGLANG_LOGPROB_CHUNK_SIZE.get()
+        groups, rows = groups_of(cut(batch.head_runs, first, len(x)))
+        if rows != len(x):
+            raise RuntimeError(f"the LM head was to see {rows} rows, and sees {len(x)}")
+        ranks, scalings = batch.routing.ranks, batch.routing.scalings
+        atmm(y, x, a, b, make_routing(groups, rows, ranks, scalings, self.device, places=self.places), offsets)
+
     # What it does not serve
-
-    def run_lora_a_sgemm(self, x: torch.Tensor, weights: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Reached only from layers that ``lora.layers`` does not replace: lm_head."""
-        raise ConfigError("--lora-backend atmm serves linear layers, not lm_head; use --lora-backend csgmv")
-
-    def run_lora_a_embedding(self, *_: object, **__: object) -> torch.Tensor:
-        """Reached only from adapted input embeddings."""
-        raise ConfigError("--lora-backend atmm serves linear layers, not embeddings; use --lora-backend csgmv")
 
     @property
     def is_moe_lora(self) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from vlora_sgl import _sgl
 from vlora_sgl.kernels.atmm import on_kernels
 from vlora_sgl.kernels.atmm.launch import MAX_PARTS
+from vlora_sgl.lora.vocabulary import AtmmEmbedding, AtmmLMHead
 from vlora_sgl.seams import Place, Places
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
@@ -204,13 +205,15 @@ class AtmmRowLinear(_Atmm, _sgl.RowParallelLinearWithLoRA):
 
 
 def layer_class(layer: nn.Module) -> type[nn.Module] | None:
-    """Our class for a linear of SGLang's, or ``None`` where the stock one is to be used (embeddings, lm_head)."""
+    """Our class for a layer of SGLang's, or ``None`` where the stock one is to be used."""
     for base, ours in (
         (_sgl.QKVParallelLinear, AtmmQKVLinear),
         (_sgl.MergedColumnParallelLinear, AtmmMergedColumnLinear),
         (_sgl.ColumnParallelLinear, AtmmColumnLinear),
         (_sgl.RowParallelLinear, AtmmRowLinear),
         (_sgl.ReplicatedLinear, AtmmReplicatedLinear),
+        (_sgl.ParallelLMHead, AtmmLMHead),
+        (_sgl.VocabParallelEmbedding, AtmmEmbedding),
     ):
         if isinstance(layer, base):
             return ours

@@ -29,6 +29,7 @@ from vlora_sgl.lora.pool import SizedPool
 from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.lora.slot_residency import SlotResidency
 from vlora_sgl.lora.store import AdapterStore, DescribedAdapter
+from vlora_sgl.lora.vocabulary import seen_by_head
 from vlora_sgl.routed.router_tables import RouterTables
 from vlora_sgl.routed.rows import TokenRouting, row_lengths
 from vlora_sgl.server_args import VLoraArgs
@@ -347,8 +348,18 @@ class VLoraManager(_sgl.LoRAManager):
         batch = split_batch(forward_batch, self.plan.invocation_starts)
         runs = self._rows.runs_of(batch, merged)
         self._route(batch, runs, any(pairs for pairs, _ in runs))
+        if self._routes_rows and self.lm_head_module is not None and self.lora_backend.batch_info is not None:
+            self.lora_backend.batch_info.head_runs = self._head_runs(forward_batch, merged)
         if self.token_routing is not None:
             self.token_routing.prepare(forward_batch, self._rows.pairs_of(None, merged))
+
+    def _head_runs(self, forward_batch: ForwardBatch, merged: AdapterId) -> list[Run] | None:
+        seen = seen_by_head(forward_batch, self.plan.invocation_starts)
+        if seen is None:
+            return None
+        if not self._store.on_vocabulary(forward_batch.lora_ids or (), "lm_head"):
+            return []
+        return [(self._rows.pairs_of(adapter, merged), rows) for adapter, rows in seen]
 
     def _captured_variant(self) -> str | None:
         if _sgl.capture_mode.get_is_capture_mode():
@@ -393,9 +404,17 @@ class VLoraManager(_sgl.LoRAManager):
     def exceeds_graph(self, forward_batch: ForwardBatch) -> bool:
         """Whether a decoding batch has what a captured graph cannot route: routed adapters in more rows than it has
         votes for, or rows of more adapters than its tables have room for."""
-        if self._combines_too_many(forward_batch, prefill=False):
+        if self._combines_too_many(forward_batch, prefill=False) or self._embeds_too_many(forward_batch):
             return True
         return self.token_routing is not None and self.token_routing.exceeds_graph(forward_batch)
+
+    def _embeds_too_many(self, forward_batch: ForwardBatch) -> bool:
+        """Whether a decoding batch has adapters on embeddings, and more rows or slots than those are captured for."""
+        adapters = forward_batch.lora_ids or ()
+        if self.embed_tokens_module is None or not self._store.on_vocabulary(adapters, "embed_tokens"):
+            return False
+        active = len(adapters_in(self._store.holders(adapters), self.plan.merged_adapter))
+        return self._routes_rows and not self.lora_backend.embeds_in_graph(forward_batch.batch_size, active)
 
     def _combines_too_many(self, forward_batch: ForwardBatch, prefill: bool) -> bool:
         """Whether a batch has rows of more adapters than captured graphs have room for."""
@@ -411,6 +430,9 @@ class VLoraManager(_sgl.LoRAManager):
         """SGLang's verdict; a prefill with routed rows runs eagerly: its tiles depend on what the router says. So does
         one with rows of more adapters than the tables have room for."""
         if not super().can_use_prefill_cuda_graph(forward_batch) or self.has_routed(forward_batch.lora_ids):
+            return False
+        wrapped = self.embed_tokens_module is not None or self.lm_head_module is not None
+        if wrapped and self._store.on_vocabulary(forward_batch.lora_ids or ()):
             return False
         return not self._combines_too_many(forward_batch, prefill=True)
 

@@ -139,6 +139,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
     def state(self) -> JsonDict:
         """For ``/server_info``: the rank of each slot, and the bytes of all on this rank."""
         tensors = [t for buffers in (self.A_buffer, self.B_buffer) for layers in buffers.values() for t in layers]
+        tensors += self._vocabulary
         return {"ranks": list(self.ranks), "bytes": sum(t.untyped_storage().nbytes() for t in tensors)}
 
     def pack(self, adapter: LoRAAdapter, lora_modules: Layers) -> Packed:
@@ -208,9 +209,17 @@ class PackedPool(_sgl.LoRAMemoryPool):
         if lacking:
             torch._foreach_zero_(lacking)
         if self.embedding_A_buffer or self.lm_head_A_buffer or lora_adapter.embedding_layers:
+            for buffer in self._vocabulary:
+                buffer[buffer_id].zero_()  # SGLang leaves what the adapter before had beyond this one's
             rest: Any = copy.copy(self)
             rest.num_layer = 0
             _sgl.LoRAMemoryPool.load_lora_weight_to_buffer(rest, uid, buffer_id, lora_adapter, [], *embeddings)
+
+    @property
+    def _vocabulary(self) -> list[torch.Tensor]:
+        """The slots of the input embedding and the LM head."""
+        sides = (self.embedding_A_buffer, self.embedding_B_buffer, self.lm_head_A_buffer, self.lm_head_B_buffer)
+        return [buffer for side in sides for buffer in side.values()]
 
     def _wait_for_staging(self) -> None:
         """Loads on one stream follow each other; one on another stream waits for the staging buffer."""

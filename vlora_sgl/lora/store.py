@@ -162,6 +162,8 @@ class AdapterStore:
         for name, uid in zip(spec.members, members, strict=True):
             if uid in self.routed:
                 raise AdapterError(f"member {name!r} is a routed adapter itself")
+            if self.on_vocabulary([uid]):
+                raise AdapterError(f"member {name!r} has weights for the vocabulary, which no router weighs")
             if self.described[uid].description.invocation is not None:
                 raise AdapterError(f"member {name!r} starts after a prefix; the router says where a member applies")
         if len(members) + 1 > self._slots:
@@ -279,6 +281,15 @@ class AdapterStore:
             routed = self.routed.get(adapter) if adapter is not None else None
             found.update((adapter,) if routed is None else routed.members)
         return found
+
+    def on_vocabulary(self, adapters: Iterable[AdapterId], kind: str = "") -> bool:
+        """Whether any of these has weights for ``kind``: ``embed_tokens``, ``lm_head``, or either."""
+        return any(
+            name.startswith(kind)
+            for adapter in self.holders(adapters)
+            if adapter is not None
+            for name in self._adapters[adapter].embedding_layers
+        )
 
     def fit_sized_slots(self, adapters: set[AdapterId]) -> bool:
         """Whether these adapters and the pinned ones find a slot each, by rank; ``True`` where slots do not differ."""
