@@ -51,8 +51,8 @@ PATCHES_OF_14 = ("qwen2_vl", "qwen2_5_vl")
 KEY = {"Authorization": "Bearer secret"}
 
 
-def save_family(family: str, directory: Path) -> Path:
-    """A checkpoint that transformers and SGLang load: random weights, tokenizer, processor."""
+def save_family(family: str, directory: Path, **text: Any) -> Path:
+    """A checkpoint that transformers and SGLang load: random weights, tokenizer, processor; ``text`` changes it."""
     tokenizer = build_tokenizer(VOCABULARY_TEXT)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     tokens = {
@@ -66,9 +66,8 @@ def save_family(family: str, directory: Path) -> Path:
     vision: dict[str, Any] = {"patch_size": 14} if family in PATCHES_OF_14 else {}
     if family == "qwen2_5_vl":
         vision["window_size"] = 56
-    model = tiny_model(
-        family, text={"vocab_size": vocabulary, "intermediate_size": 64, **special}, tokens=tokens, vision=vision
-    )
+    text = {"vocab_size": vocabulary, "intermediate_size": 64, **special, **text}
+    model = tiny_model(family, text=text, tokens=tokens, vision=vision)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:  # larger than usual, so that greedy answers are no near-ties
@@ -192,3 +191,21 @@ def test_changing_adapters_needs_the_key_and_asking_does_not(family: Any) -> Non
     ):
         assert requests.post(f"{server.url}/{route}", json=body, timeout=60).status_code == 401
         assert requests.post(f"{server.url}/{route}", json=body, timeout=60, headers=KEY).status_code == 200
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_tied_weights_have_an_adapter_each(tmp_path: Path) -> None:
+    path, adapters = save_family("qwen2", tmp_path / "model", tie_word_embeddings=True), {}
+    both = ["embed_tokens", "lm_head", "q_proj"]
+    for seed, (name, targets) in enumerate({"A": both, "B": ["down_proj"]}.items()):
+        base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        assert base.lm_head.weight is base.model.embed_tokens.weight
+        tiny_adapter(base, tmp_path / name, seed=seed, strength=0.2, target_modules=targets)
+        adapters[name] = tmp_path / name
+    model = TinyModel(path, adapters)
+    with serve(model, tmp_path / "log.txt", "--max-loras-per-batch", "3") as server:
+        expected = Expected(model, "qwen2")
+        names: list[str | None] = [None, "A", "B"]
+        wanted = [expected.tokens(TEXT, name, None) for name in names]
+        assert len({tuple(ids) for ids in wanted}) == 3, "the adapters must change the answer"
+        assert ask(server, [*names, "A"], TEXT, None) == [*wanted, wanted[1]]

@@ -238,8 +238,15 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "unknown_tensor": (lambda d: _add(d, "base_model.model.gate.scale"), "fit no module.*base_model.model.gate.scale"),
     "magnitude": (lambda d: _add(d, "base_model.model.layers.0.q_proj.lora_magnitude_vector"), "DoRA"),
     "bias_tensor": (lambda d: _add(d, "model.layers.0.self_attn.q_proj.lora_B.bias"), "lora_bias"),
-    "saved_lm_head": (lambda d: _add(d, "base_model.model.lm_head.weight", 128), "saved lm_head would replace"),
-    "added_vocabulary": (lambda d: _add(d, "base_model.model.lm_head.weight", 130), "130 rows.*add vocabulary"),
+    "saved_lm_head": (
+        lambda d: _add(d, "base_model.model.lm_head.weight", 128),
+        "saved lm_head would replace.*train LoRA on it instead",
+    ),
+    "added_vocabulary": (
+        lambda d: _add(d, "base_model.model.lm_head.weight", 130),
+        "130 rows.*add vocabulary.*merge_and_unload",
+    ),
+    "new_rows": (lambda d: rewrite(d, trainable_token_indices=[3, 5]), "train LoRA on embed_tokens"),
     "added_tokens": (
         lambda d: (d / "added_tokens.json").write_text('{"<new>": 128, "<old>": 3}'),
         r"adds 1 token.*<new>",
@@ -396,3 +403,11 @@ def test_reading_keeps_nothing_mapped(tmp_path: Path) -> None:
     with open(tmp_path / WEIGHTS, "r+b") as file:
         file.write(data)
     assert all(torch.equal(weights.modules[name].delta(), delta) for name, delta in before.items())
+
+
+def test_adapters_that_share_what_is_not_in_the_file_are_refused(tmp_path: Path) -> None:
+    tiny_adapter(tiny_model("qwen2_5_vl"), tmp_path, target_modules=["lm_head", "q_proj"])
+    assert "lm_head" in read_adapter(tmp_path).modules
+    rewrite(tmp_path, ensure_weight_tying=True)
+    with pytest.raises(AdapterError, match="ensure_weight_tying ties lm_head.*each by its name"):
+        read_adapter(tmp_path)

@@ -35,6 +35,7 @@ _HEAD = "score"
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SAMPLES = 3
+_MERGE = "merge it into the base model (PEFT: merge_and_unload) and serve the result as a model of its own"
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,11 @@ def assemble(
             modules[part], origin[part] = lora, path
     if not modules:
         raise AdapterError(f"{source}: no LoRA tensor matched any module; keys look like {_sample(list(tensors))}")
+    if config.raw.get("ensure_weight_tying") and (tied := [name for name in modules if name in EMBEDDING_MODULES]):
+        raise AdapterError(
+            f"{source}: ensure_weight_tying ties {tied[0]} to what is not in the file; train LoRA on embed_tokens and "
+            f"lm_head, each by its name, or {_MERGE}"
+        )
     if not any(bool(pair.b.any()) for pair in modules.values()):
         notes.append("every B is zero: the adapter changes nothing")
 
@@ -225,14 +231,15 @@ def _sort_other(
         ):
             raise AdapterError(
                 f"{key}: {tensor.shape[0]} rows, the model's vocabulary has {layout.shapes['embed_tokens'][1]}; "
-                "adapters that add vocabulary cannot be served"
+                f"adapters that add vocabulary cannot be served; {_MERGE}"
             )
         if path.endswith(".base_layer") and leaf not in config.modules_to_save:
             # PEFT stores the frozen base embedding beside an adapter that targets it.
             notes.append(f"{key} is PEFT's copy of the base model's frozen weights and is not used")
             return
         raise AdapterError(
-            f"{key}: a saved {leaf} would replace the base model's for one adapter and cannot be served"
+            f"{key}: a saved {leaf} would replace the base model's for one adapter and cannot be served; train LoRA on "
+            f"it instead (target_modules), or {_MERGE}"
         )
     if leaf == _HEAD and leaf in config.modules_to_save:
         if config.raw.get("task_type") == "TOKEN_CLS":
@@ -315,7 +322,9 @@ def _refuse_added_tokens(directory: Path, layout: BaseLayout | None) -> None:
     except (AttributeError, TypeError) as error:
         raise AdapterError(f"{path}: not a table of tokens: {error}") from None
     if added:
-        raise AdapterError(f"{path}: adds {len(added)} token(s) to the vocabulary, for example {_sample(added)}")
+        raise AdapterError(
+            f"{path}: adds {len(added)} token(s) to the vocabulary, for example {_sample(added)}; {_MERGE}"
+        )
 
 
 def _digest(modules: Mapping[str, LoraPair], saved: Mapping[str, torch.Tensor]) -> str:
