@@ -14,7 +14,7 @@ from tests.support.modes import Expected, engine_options, expected_answers, make
 
 @pytest.fixture(scope="session")
 def mode_adapters(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Three adapters of different kinds (``modes.make_adapters``)."""
+    """Adapters of different kinds (``modes.make_adapters``)."""
     return make_adapters(tmp_path_factory.mktemp("modes"), tiny_model.path)
 
 

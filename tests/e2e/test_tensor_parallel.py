@@ -37,7 +37,8 @@ def test_every_mode_answers_as_one_rank_and_ranks_plan_alike(
 ) -> None:
     engine.force_mode(mode)
     ran = set()
-    for names in (["all"], ["mlp", "all", "attention", None, "all", "all"], [None, None, "mlp"], ["attention"]):
+    batches: list[list[str | None]] = [["all"], ["mlp", "all", "attention", None, "all", "all"], [None, None, "mlp"]]
+    for names in (*batches, ["vocabulary", "all", None, "vocabulary"], ["attention"]):
         run = check_all(engine, names, expected)
         one, other = ([(s.kind, s.rows, s.tokens, s.plan) for s in steps] for steps in run.ranks)
         assert one == other

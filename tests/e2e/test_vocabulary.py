@@ -11,6 +11,7 @@ import torch
 from tests.conftest import TinyModel
 from tests.support.engine_runs import EngineProcess
 from tests.support.modes import TEXT, Expected, check_all, expected_answers
+from vlora_sgl.platforms.cpu import is_plain_cpu
 
 pytestmark = pytest.mark.e2e
 
@@ -74,4 +75,4 @@ def test_the_log_probabilities_of_a_prompt_are_pefts(
         scores = [score for score, _, _ in answer["meta_info"]["input_token_logprobs"] if score is not None]
         exact = wanted[name][-len(scores) :]
         assert len(exact) >= len(wanted[name]) - start
-        torch.testing.assert_close(torch.tensor(scores), exact, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(torch.tensor(scores), exact, atol=2e-3 if is_plain_cpu() else 0.1, rtol=1e-3)

@@ -64,6 +64,20 @@ def test_adapter_in_every_way(recorder: Recorder) -> None:
     assert state.current_adapter == "A"
 
 
+def test_several_adapters_as_one_are_an_adapter(recorder: Recorder) -> None:
+    @vlora.function
+    def program(s: vlora.ProgramState) -> None:
+        with vlora.adapter({"A": 0.7, "B": 0.3}):
+            s += "1" + vlora.gen("both")
+        s += vlora.adapter({"A": 1})
+        s += "2" + vlora.gen("a")
+
+    program.run(backend=recorder).sync()
+    assert [request.get("lora_path") for request in recorder.requests] == ['{"A": 0.7, "B": 0.3}', "A"]
+    with pytest.raises(RequestError, match="adapters must be an object of 1 to 4"):
+        vlora.adapter({"A": float("nan")})
+
+
 def test_run_takes_the_first_adapter(recorder: Recorder) -> None:
     two_rounds.run("x", backend=recorder, adapter="A").sync()
     with vlora.adapter("B"):

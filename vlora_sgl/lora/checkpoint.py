@@ -238,8 +238,8 @@ def _sort_other(
             notes.append(f"{key} is PEFT's copy of the base model's frozen weights and is not used")
             return
         raise AdapterError(
-            f"{key}: a saved {leaf} would replace the base model's for one adapter and cannot be served; train LoRA on "
-            f"it instead (target_modules), or {_MERGE}"
+            f"{key}: a saved {leaf} would replace the base model's for one adapter and cannot be served; train LoRA "
+            f"on it instead (target_modules), or {_MERGE}"
         )
     if leaf == _HEAD and leaf in config.modules_to_save:
         if config.raw.get("task_type") == "TOKEN_CLS":
