@@ -58,15 +58,18 @@ def endpoints(routes: Any) -> Iterator[tuple[str, Any]]:
 FOUND = list(endpoints(_sgl.http_server.app.routes))
 
 
+async def no_ranks(message: object) -> list[Any]:
+    """There is no engine, and nothing is asked of it."""
+    return []
+
+
 @pytest.fixture(scope="module")
 def manager() -> Any:
     """As much of a tokenizer manager as names need."""
     args = SimpleNamespace(model_path="/models/base", admin_api_key=None)
     refs = {name: SimpleNamespace(lora_name=name, lora_path=path) for name, path in NAMES.items()}
     shutdown = SimpleNamespace(asked=False)
-    adapters = AdapterLifecycle(
-        SimpleNamespace(lora_paths=None), lambda: "base", refs, asyncio.Lock(), lambda message: None
-    )
+    adapters = AdapterLifecycle(SimpleNamespace(lora_paths=None), lambda: "base", refs, asyncio.Lock(), no_ranks)
     return SimpleNamespace(
         served_model_name="base", server_args=args, lora_ref_cache=refs, shutdown=shutdown, adapters=adapters
     )

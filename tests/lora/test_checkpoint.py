@@ -246,7 +246,11 @@ REFUSALS: dict[str, tuple[Any, str]] = {
         lambda d: _add(d, "base_model.model.lm_head.weight", 130),
         "130 rows.*add vocabulary.*merge_and_unload",
     ),
-    "new_rows": (lambda d: rewrite(d, trainable_token_indices=[3, 5]), "train LoRA on embed_tokens"),
+    "new_rows": (lambda d: rewrite(d, trainable_token_indices=[3, 5]), "its rows are not in the weights"),
+    "new_rows_of_others": (
+        lambda d: _add(d, "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", 2),
+        "names no such layer",
+    ),
     "added_tokens": (
         lambda d: (d / "added_tokens.json").write_text('{"<new>": 128, "<old>": 3}'),
         r"adds 1 token.*<new>",

@@ -36,7 +36,11 @@ class Expected:
 
 def make_adapters(root: Path, model: Path) -> dict[str, Path]:
     """Rank 16 on all linears, rank 8 on part of attention, rank 4 (rsLoRA) on part of the MLP; rank 8 on the
-    vocabulary and part of attention."""
+    vocabulary and part of attention; new rows of tokens."""
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(model)("How many objects are there?")["input_ids"]
+    rows = {"embed_tokens": sorted({*ids})[:6], "lm_head": [*range(40, 56)]}
     return {
         "all": make_adapter(root / "all", model, 1),
         "attention": make_adapter(root / "attention", model, 5, 8, targets=["q_proj", "v_proj", "o_proj"]),
@@ -44,6 +48,7 @@ def make_adapters(root: Path, model: Path) -> dict[str, Path]:
         "vocabulary": make_adapter(
             root / "vocabulary", model, 7, 8, 24, targets=["embed_tokens", "lm_head", "v_proj"]
         ),
+        "tokens": make_adapter(root / "tokens", model, 8, 4, targets=["q_proj"], trainable_token_indices=rows),
     }
 
 

@@ -114,6 +114,8 @@ def make_adapter(
         for name, parameter in peft_model.named_parameters():
             if "lora_B" in name or "lora_embedding_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 * scale)
+            elif "trainable_tokens" in name:
+                parameter += torch.randn(parameter.shape, generator=generator) * scale
             elif "lora_A" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
     peft_model.save_pretrained(directory)

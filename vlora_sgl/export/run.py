@@ -84,7 +84,9 @@ def export(plan: ExportPlan, progress: bool = True) -> ExportReport:
     _check_mergeable(plan, hot, shards, layout)
     for name, path in plan.adapters.items():
         _check_invocation(name, path)
-        read_adapter(path, layout)  # a cold one that cannot be read should not cost a merge first
+        # A cold one that cannot be read, or exported, should not cost a merge first.
+        if read_adapter(path, layout).token_rows:
+            raise ConfigError(f"adapter {name!r}: trainable_token_indices cannot be exported")
     _begin(plan, hot)
     _merge(plan, shards, hot, layout, progress)
     _copy_side_files(plan.model, plan.out)

@@ -22,6 +22,7 @@ from vlora_sgl.lora.checkpoint import read_adapter
 from vlora_sgl.lora.layout import BaseLayout, layer_of
 from vlora_sgl.lora.merge_bound import update_sizes
 from vlora_sgl.lora.stacking import is_embedding, stack
+from vlora_sgl.lora.vocabulary import as_lora
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ class AdapterBuilder:
         """
         layout = engine_layout(self.model)
         weights = read_adapter(directory, layout)
-        stacked = stack(weights.modules, layout, self.dtype)
+        modules = weights.modules
+        if weights.token_rows:
+            modules = {**modules, **as_lora(weights.token_rows, modules, self.model, layout)}
+        stacked = stack(modules, layout, self.dtype)
         config = _sgl.LoRAConfig.from_dict(
             {
                 "peft_type": "LORA",

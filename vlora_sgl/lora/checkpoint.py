@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,6 +23,8 @@ from vlora_sgl.lora.access import allowed_directory
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, canonical_name, is_tower, layer_of
 from vlora_sgl.lora.load_report import LoadReport, count
 from vlora_sgl.lora.peft_config import PeftLoraConfig
+from vlora_sgl.lora.token_rows import KEY as TOKEN_ROWS
+from vlora_sgl.lora.token_rows import TokenRows, token_rows
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = WEIGHTS_NAME + ".index.json"
@@ -67,12 +69,16 @@ class AdapterWeights:
     """An adapter as read: canonical module name -> factors, whole tensors saved beside them, and the report.
 
     Stacked projections are already split into their parts, which then share ``a``.
+
+    Attributes:
+        token_rows: new rows of ``embed_tokens`` and ``lm_head``.
     """
 
     modules: Mapping[str, LoraPair]
     saved: Mapping[str, torch.Tensor]
     config: PeftLoraConfig
     report: LoadReport
+    token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
 
 
 def read_adapter(directory: str | Path, layout: BaseLayout | None = None) -> AdapterWeights:
@@ -114,8 +120,13 @@ def assemble(
     saved: dict[str, torch.Tensor] = {}
     notes: list[str] = []
     unknown: list[str] = []
+    new_rows = {key: tensor for key, tensor in tensors.items() if TOKEN_ROWS.match(key)}
+    rows = token_rows(new_rows, config.raw, layout)
+    notes += [f"trainable_token_indices: {len(new.ids)} rows of {layer} are its own" for layer, new in rows.items()]
     for key, tensor in tensors.items():
         _check_tensor(key, tensor)
+        if key in new_rows:
+            continue
         match = _LORA_KEY.match(key)
         if match is None:
             _sort_other(key, tensor, config, layout, saved, notes, unknown)
@@ -152,7 +163,7 @@ def assemble(
 
     report = LoadReport(
         path=source,
-        digest=_digest(modules, saved),
+        digest=_digest(modules, {**saved, **{f"{name} {new.ids}": new.rows for name, new in rows.items()}}),
         tensors=sum(map(len, sides.values())),
         modules=count(name.rpartition(".")[2] for name in modules),
         layers=len({layer_of(name) for name in modules} - {None}),
@@ -163,7 +174,7 @@ def assemble(
         nbytes=sum(t.numel() * t.element_size() for pair in sides.values() for _, t in pair.values()),
         notes=tuple(notes),
     )
-    return AdapterWeights(modules, saved, config, report)
+    return AdapterWeights(modules, saved, config, report, rows)
 
 
 def _module(

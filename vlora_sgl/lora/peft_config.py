@@ -28,7 +28,6 @@ _REFUSED = {
     "alora_invocation_tokens": "aLoRA activates at tokens of its own",
     "layer_replication": "layer_replication changes the base model's depth",
     "target_parameters": "target_parameters adapts bare parameters such as fused experts",
-    "trainable_token_indices": "it replaces rows of the embedding; train LoRA on embed_tokens, and lm_head, instead",
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
     "kasa_config": "KaSA changes the base weights",

@@ -217,9 +217,12 @@ class AdapterStore:
         invocation = described[0].description.invocation
         if any(one.description.invocation != invocation for one in described):
             raise RequestError(f"adapters {names} cannot be combined: they start at different places of a prompt")
+        for uid in ids:
+            if (form := getattr(self._adapters.get(uid), "form", None)) is not None:
+                raise RequestError(f"adapters {names} cannot be combined: {form} have no scale")
         if any(one.tower is not None for one in described):
             raise RequestError(f"adapters {names} cannot be combined: weights in the vision tower have no scale")
-        holders = {*ids, *self.pinned}
+        holders: set[AdapterId] = {*ids, *self.pinned}
         if len(holders) + 1 > self._slots or not self.fit_sized_slots(holders):
             raise RequestError(
                 f"adapters {names} and the pinned ones need {len(holders)} slots at once; "

@@ -8,17 +8,22 @@ A prefill's LM head sees few of its rows: the last of each request, and those wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import ForwardBatch
 from vlora_sgl.core import AdapterId
+from vlora_sgl.errors import AdapterError
 from vlora_sgl.kernels.atmm import Routing
 from vlora_sgl.kernels.atmm.row_routing import Run
+from vlora_sgl.lora.checkpoint import LoraPair
 from vlora_sgl.lora.invocation import split_row
+from vlora_sgl.lora.layout import BaseLayout
+from vlora_sgl.lora.token_rows import EMBEDDING, HEAD, TokenRows
 
 
 class AtmmEmbedding(_sgl.VocabParallelEmbeddingWithLoRA):
@@ -113,3 +118,51 @@ def cut(runs: Iterable[Run], first: int, count: int) -> list[Run]:
             found.append((pairs, inside))
         at += rows
     return found
+
+
+def as_lora(
+    given: Mapping[str, TokenRows], adapted: Mapping[str, LoraPair], model: nn.Module, layout: BaseLayout
+) -> dict[str, LoraPair]:
+    """The LoRA that changes the rows of the base model, as it is served, to these: one rank a token.
+
+    Of the input embedding's, A is 1 at the token, and B holds the change; of the LM head's the other way round.
+    Where the base model ties the two layers and one has new rows, so has the other.
+
+    Args:
+        adapted: the adapter's own LoRA by module.
+
+    Raises:
+        AdapterError: a layer has both.
+    """
+    embedding, head = _layers(model)
+    rows = dict(given)
+    if EMBEDDING in rows and (head is None or head.weight.data_ptr() == embedding.weight.data_ptr()):
+        rows.setdefault(HEAD, rows[EMBEDDING])
+    pairs = {}
+    for name, new in rows.items():
+        if name in adapted:
+            raise AdapterError(f"{name} has both LoRA and new rows of tokens; train one of them")
+        layer = head if name == HEAD and head is not None else embedding
+        pairs[name] = _pair(name, new, _base_rows(layer, new.ids), layout.shapes[EMBEDDING][1])
+    return pairs
+
+
+def _layers(model: nn.Module) -> tuple[Any, Any]:
+    """The input embedding, and the LM head if it is another module."""
+    modules = [one for one in model.modules() if isinstance(one, _sgl.VocabParallelEmbedding)]
+    heads = [one for one in modules if isinstance(one, _sgl.ParallelLMHead)]
+    return next(one for one in modules if one not in heads), heads[0] if heads else None
+
+
+def _base_rows(layer: Any, ids: tuple[int, ...]) -> torch.Tensor:
+    """[n, hidden] float32 on the CPU, from all ranks, which load an adapter together."""
+    where = torch.tensor(ids, device=layer.weight.device)
+    with torch.no_grad():
+        return torch.as_tensor(_sgl.VocabParallelEmbedding.forward(layer, where)).float().cpu()
+
+
+def _pair(name: str, new: TokenRows, base: torch.Tensor, vocabulary: int) -> LoraPair:
+    change = new.rows.float() - base
+    at = torch.zeros(len(new.ids), vocabulary)
+    at[range(len(new.ids)), list(new.ids)] = 1
+    return LoraPair(at, change.T, 1.0) if name == EMBEDDING else LoraPair(change, at.T, 1.0)

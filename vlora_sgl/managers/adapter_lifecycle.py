@@ -218,7 +218,7 @@ class AdapterLifecycle:
         """
         self.check_names(names)
         most = self._server_args.max_loaded_loras
-        for name in names if isinstance(names, list) else [names]:
+        for name in _each(names):
             if most is not None and is_combined(name) and len(parts(str(name))) > most:
                 raise RequestError(
                     f"adapters: {len(parts(str(name)))} cannot be combined; --max-loaded-loras is {most}"
@@ -449,7 +449,12 @@ class AdapterLifecycle:
 
 def _named(names: str | Sequence[str | None] | None) -> Iterable[str]:
     """Every adapter that a request names, those that it combines one by one."""
-    return (name for name in members(names if isinstance(names, list) else [names]) if name is not None)
+    return (name for name in members(_each(names)) if name is not None)
+
+
+def _each(names: str | Sequence[str | None] | None) -> Sequence[str | None]:
+    """What each prompt of a request names; one for all of them, where it is no list."""
+    return [names] if names is None or isinstance(names, str) else names
 
 
 def _why_no_path(path: object) -> str | None:
