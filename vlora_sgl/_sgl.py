@@ -261,6 +261,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "LoRARegistry.acquire": ("self", "lora_name"),
     "FanOutCommunicator.queueing_call": ("self", "obj"),
     "LoRARegistry.wait_for_unload": ("self", "lora_id"),
+    "Scheduler.init_request_receiver": ("self",),
     "Scheduler.process_input_requests": ("self", "recv_reqs"),
     "Scheduler.handle_generate_request": ("self", "recv_req"),
     "Scheduler.handle_embedding_request": ("self", "recv_req"),

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.serving.shape7b import run_stock_scheduler
 from vlora_sgl.core import AdapterId, InferenceMode
 from vlora_sgl.managers.policies.cost_table import shipped
-from vlora_sgl.managers.policies.iteration_log import Iteration, IterationLog
+from vlora_sgl.managers.policies.iteration_log import Iteration, IterationLog, IterationTimes
 
 LOG_VARIABLE = "BENCHMARK_ITERATION_LOG"
 """Environment variable with the file for the iteration log; none is written without it."""
@@ -42,7 +42,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
     path = os.environ.get(LOG_VARIABLE)
     if path is not None:
-        log = IterationLog(Path(path), shipped()["csgmv"])
+        log = IterationTimes([IterationLog(Path(path), shipped()["csgmv"])])
         scheduler = _sgl.Scheduler
         run, process = scheduler.run_batch, scheduler.process_batch_result
 

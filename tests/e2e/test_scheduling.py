@@ -96,3 +96,10 @@ def test_metrics_show_modes_slots_and_adapters(server: Server) -> None:
     assert tiers["device"] + tiers["host"] >= 2
     shown = {part for labels, _ in values["adapter_requests"] for part in labels.split(",")}
     assert {'adapter="A"', 'adapter="B"', 'adapter="base"', 'state="running"', 'state="waiting"'} <= shown
+
+
+def test_the_cost_table_follows_the_iterations(server: Server) -> None:
+    for _ in range(3):
+        server.generate(text="x", lora_path="A", sampling_params={"max_new_tokens": 100, "ignore_eos": True})
+    plan = vlora_state(server)["plan"]
+    assert "Followed since" in plan["costs"] and 0 < plan["cost_error"]["decode"] < 100

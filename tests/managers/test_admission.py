@@ -187,10 +187,10 @@ def test_a_text_request_costs_microseconds() -> None:
     request = _sgl.GenerateReqInput(text="x" * 2000, sampling_params=GREEDY, lora_path="a", rid="r")
     best = math.inf
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(200):
             GATE.check(request)
-        best = min(best, (time.perf_counter() - start) / 200)
+        best = min(best, (time.process_time() - start) / 200)
     assert best < 50e-6
 
 

@@ -9,14 +9,14 @@ import pytest
 from vlora_sgl.core import InferenceMode
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.managers.policies.cost_table import shipped
-from vlora_sgl.managers.policies.iteration_log import Iteration, IterationLog, read_log
+from vlora_sgl.managers.policies.iteration_log import Iteration, IterationLog, IterationTimes, read_log
 
 COSTS = shipped()["atmm"]
 
 
 def test_seconds_run_from_the_result_before_or_from_the_launch(tmp_path: Path) -> None:
     now = 100.0
-    log = IterationLog(tmp_path / "log", COSTS, clock=lambda: now)
+    log = IterationTimes([IterationLog(tmp_path / "log", COSTS)], clock=lambda: now)
     ran = Iteration(False, {"a": 3, None: 1}, 40.0, None, "a", InferenceMode.MIXTURE, 0.5)
     log.launched(1, ran)
     now = 101.0

@@ -29,7 +29,12 @@ def state(**requests: dict[str, int]) -> dict[str, Any]:
         "faults": {"nonfinite": 2, "head": 0},
         "batches_by_mode": {"merged": 3, "unmerged": 1, "mixture": 0},
         "plan": {
-            **{"switches": 3, "switch_seconds": 0.5, "starving": 1, "slots": slots.state(), "requests": requests},
+            "switches": 3,
+            "switch_seconds": 0.5,
+            "starving": 1,
+            "cost_error": {"decode": 0.02, "prefill": 0.07},
+            "slots": slots.state(),
+            "requests": requests,
             "combined_requests": {"waiting": 0, "running": 3},
         },
     }
@@ -60,6 +65,7 @@ def test_every_gauge_shows_what_the_engine_says() -> None:
     assert tokens == {"prompt": 100, "prompt_image": 60, "cached_text": 30, "cached_image": 40, "shared": 20}
     assert (shown["encoder_images", "yes"], shown["encoder_images", "no"]) == (5, 6)
     assert (shown["head_requests", "computed"], shown["head_requests", "remembered"]) == (5, 4)
+    assert (shown["cost_error", "decode"], shown["cost_error", "prefill"]) == (0.02, 0.07)
     assert (shown["faults", "nonfinite"], shown["faults", "head"]) == (2, 0)
     assert (shown["mode_share", "merged"], shown["iterations", "unmerged"]) == (0.75, 1)
     assert (shown["switches",], shown["switch_seconds",], shown["starving_requests",]) == (3, 0.5, 1)

@@ -26,6 +26,10 @@ GAUGES: dict[str, tuple[str, ...]] = {
     "adapters": ("Loaded adapters whose nearest copy is in this tier.", "tier"),
     "adapter_residency": ("1 for the tier of a loaded adapter's nearest copy.", "adapter", "tier"),
     "slot_hits": ("Uses of an adapter that found it in its slot.",),
+    "cost_error": (
+        "How far iterations were lately from their planned seconds, relatively: the median.",
+        "phase",
+    ),
     "slot_misses": ("Uses of an adapter that had to load it.",),
     "slot_reloads": ("Loads of an adapter evicted a moment ago: slot thrash.",),
     "adapter_requests": ("Requests of a loaded adapter, or of the base model.", "adapter", "state"),
@@ -114,6 +118,7 @@ def _planned(iterations: Mapping[str, int], plan: JsonDict) -> Iterator[Sample]:
     yield "switches", plan["switches"], {}
     yield "switch_seconds", plan["switch_seconds"], {}
     yield "starving_requests", plan["starving"], {}
+    yield from (("cost_error", error, {"phase": phase}) for phase, error in plan["cost_error"].items())
     for event in ("hits", "misses", "reloads"):
         yield f"slot_{event}", plan["slots"][event], {}
 

@@ -155,6 +155,10 @@ class Planner:
         """Decide by another policy from the next iteration on; what the one before remembered is dropped."""
         self.policy, self.memory = policy, {}
 
+    def follow(self, policy: Policy) -> None:
+        """Go on with the same policy by other costs, with what it remembers."""
+        self.policy = policy
+
     def requests(self) -> dict[str, Counter[AdapterId]]:
         """Unfinished requests by adapter, those that wait and those that run, as of the last iteration."""
         counts: dict[str, Counter[AdapterId]] = {"waiting": Counter(), "running": Counter()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from vlora_sgl.managers.forced_mode import forced_mode
 from vlora_sgl.managers.planner import Planner
 from vlora_sgl.managers.policies import Limits, Policy, make_policy
 from vlora_sgl.managers.policies.cost_table import CostTable, ModelShape, table_for
-from vlora_sgl.managers.policies.iteration_log import IterationLog
+from vlora_sgl.managers.policies.followed_costs import CostUpdate, FollowedCosts
+from vlora_sgl.managers.policies.iteration_log import IterationLog, IterationTimes, Sink
 from vlora_sgl.server_args import VLoraArgs
 
 logger = logging.getLogger(__name__)
@@ -34,15 +35,16 @@ class Planning:
         hf_config: the language model's configuration.
         device: ``cuda`` or ``cpu``.
         max_batch: most requests that run at once.
-        logs: whether this rank writes the iteration log, if one is asked for.
+        measures: whether this rank measures iterations: it writes the log, if one is asked for, and follows the costs.
 
     Attributes:
         batches_by_mode: batches run so far.
         residency: which adapters keep their device slots.
+        followed: where the costs of the next iterations come from, on the rank that measures, unless a table is given.
     """
 
     def __init__(
-        self, args: VLoraArgs, lora_manager: Any, hf_config: Any, device: str, max_batch: int, logs: bool
+        self, args: VLoraArgs, lora_manager: Any, hf_config: Any, device: str, max_batch: int, measures: bool
     ) -> None:
         self.args, self.lora_manager = args, lora_manager
         self.batches_by_mode = dict.fromkeys(InferenceMode, 0)
@@ -65,14 +67,27 @@ class Planning:
             can_merge=lora_manager.can_merge,
             fits=lora_manager.validate_lora_batch if lora_manager.slot_ranks else None,
         )
-        log = args.iteration_log if logs else None
-        self.iteration_log = None if log is None else IterationLog(Path(log), costs)
+        self.followed = FollowedCosts(costs) if measures and args.cost_table is None else None
+        self.cost_error: dict[str, float] = {}
+        sinks: list[Sink] = [] if self.followed is None else [self.followed]
+        if measures and args.iteration_log is not None:
+            sinks.append(IterationLog(Path(args.iteration_log), costs))
+        self.times = IterationTimes(sinks) if sinks else None
         self.residency: SlotResidency = lora_manager.residency
 
     def change(self, args: VLoraArgs) -> None:
         """Decide by other settings from the next iteration on."""
         self.args = args
         self.planner.use(make_policy_of(args, self.planner.policy.costs))
+
+    def news(self) -> CostUpdate | None:
+        """Costs that all ranks are to plan by from now on, if there are new ones."""
+        return self.followed.take() if self.followed is not None else None
+
+    def follow(self, update: CostUpdate) -> None:
+        """Plan by other costs from the next iteration on."""
+        self.cost_error = update.error
+        self.planner.follow(make_policy_of(self.args, update.table))
 
     def begin(self, waiting: Sequence[Req], running: Sequence[Req], chunked: Req | None) -> None:
         """Plan an iteration, before its batch is formed."""
@@ -117,13 +132,13 @@ class Planning:
         tokens = batch.extend_lens if prefill else [1] * len(batch.reqs)
         rows = list(zip((req.lora_id for req in batch.reqs), tokens, strict=True))
         iteration = self.planner.ran(plan, rows, prefill)
-        if self.iteration_log is not None:
-            self.iteration_log.launched(number, iteration)
+        if self.times is not None:
+            self.times.launched(number, iteration)
 
     def finished(self, number: int) -> None:
         """Note the time at which a batch's result is there."""
-        if self.iteration_log is not None:
-            self.iteration_log.done(number)
+        if self.times is not None:
+            self.times.done(number)
 
     def requests(self) -> dict[str, Counter[str]]:
         """Unfinished requests by the name of their adapter, those that wait and those that run; ``""`` is the base.
@@ -148,6 +163,7 @@ class Planning:
         }
         return {
             **self.planner.state(),
+            "cost_error": self.cost_error,
             "slots": self.residency.state(),
             "requests": requests,
             "combined_requests": combined,
@@ -177,3 +193,23 @@ class PlannedOrder:
         """Sort in place: SGLang's order, then the planned requests first, in their order."""
         self.inner.calc_priority(waiting_queue, running_batch)
         waiting_queue.sort(key=lambda req: self.planner.place(req.rid))
+
+
+class Announcements:
+    """SGLang's input blocker, after which the first rank's news joins what it has received: ranks hear it together.
+
+    Args:
+        inner: SGLang's own, where there is one.
+        news: one announcement, or ``None``.
+    """
+
+    def __init__(self, inner: Any, news: Callable[[], object]) -> None:
+        self.inner, self.news = inner, news
+
+    def handle(self, recv_reqs: list[object] | None) -> list[object] | None:
+        """What came in since the last iteration; ``None`` on ranks that are told by another."""
+        if self.inner is not None:
+            recv_reqs = self.inner.handle(recv_reqs)
+        if recv_reqs is not None and (news := self.news()) is not None:
+            recv_reqs.append(news)
+        return recv_reqs

@@ -20,7 +20,8 @@ from vlora_sgl.errors import ConfigError, HeadError, RequestError
 from vlora_sgl.heads.scheduling import HeadScheduling
 from vlora_sgl.managers.draining import Draining
 from vlora_sgl.managers.faults import Faults
-from vlora_sgl.managers.planning import PlannedOrder, Planning
+from vlora_sgl.managers.planning import Announcements, PlannedOrder, Planning
+from vlora_sgl.managers.policies.followed_costs import CostUpdate
 from vlora_sgl.mem_cache.scheduling import PrefixScheduling
 from vlora_sgl.multimodal import encoder_cache
 from vlora_sgl.multimodal.early_encoding import EarlyEncoding
@@ -55,9 +56,9 @@ class VLoraScheduler(_sgl.Scheduler):
         self.faults = Faults(self.tree_cache)
         self.planning: Planning | None = None
         if self.enable_lora:
-            config, logs = self.model_config.hf_text_config, self.ps.tp_rank == 0
+            config, first = self.model_config.hf_text_config, self.ps.tp_rank == 0 and self.ps.pp_size == 1
             self.planning = Planning(
-                self.vlora_args, self.lora_manager, config, self.device, self.max_running_requests, logs
+                self.vlora_args, self.lora_manager, config, self.device, self.max_running_requests, first
             )
             seams.own("Scheduler.policy", self, PlannedOrder(self.policy, self.planning.planner))
         made = ("Scheduler", "LoRAManager", "LoRAMemoryPool", "ModelRunner", "mm_utils")
@@ -77,6 +78,15 @@ class VLoraScheduler(_sgl.Scheduler):
                 "rank %d ends, and the engine with it: %s: %s", self.ps.tp_rank, type(error).__name__, error
             )
             raise
+
+    def init_request_receiver(self) -> None:
+        """SGLang's. What the first rank receives goes to all of them, and costs that it measured go with that."""
+        blocker = self.input_blocker
+        self.input_blocker = Announcements(
+            blocker, lambda: self.planning.news() if self.planning is not None else None
+        )
+        super().init_request_receiver()
+        self.input_blocker = blocker
 
     # A request comes
 
@@ -221,8 +231,11 @@ class VLoraScheduler(_sgl.Scheduler):
         return None if self.draining.waits(recv_req) else super().unload_lora_adapter(recv_req)
 
     def process_input_requests(self, recv_reqs: list[object]) -> None:
-        """SGLang's, then the unloads that have waited long enough. Every iteration of the event loop comes here."""
-        super().process_input_requests(recv_reqs)
+        """SGLang's, after new costs; then unloads that have waited long enough. Every turn of the loop comes here."""
+        for one in recv_reqs:
+            if isinstance(one, CostUpdate) and self.planning is not None:
+                self.planning.follow(one)
+        super().process_input_requests([one for one in recv_reqs if not isinstance(one, CostUpdate)])
         self._unload_drained()
 
     def on_idle(self) -> None:

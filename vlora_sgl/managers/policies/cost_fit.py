@@ -39,23 +39,52 @@ class Fit:
     kept: dict[str, tuple[int, int]]
 
 
-def features(row: JsonDict) -> list[float]:
-    """One row of the design matrix: what each of ``COLUMNS`` and ``SWITCHES`` is multiplied by."""
-    groups: Groups = {adapter or None: tokens for adapter, tokens in row["groups"].items()}
-    merged: AdapterId = row["merged"]
+def features(prefill: bool, groups: Groups, context: float, before: AdapterId, merged: AdapterId) -> list[float]:
+    """What an iteration multiplies the coefficients by: ``COLUMNS`` of decode, those of prefill, and ``SWITCHES``."""
     pairs, slots, undone = lora_work(groups, merged)
-    switched = row["before"] != merged
-    return [
+    switched = before != merged
+    own = [
         1.0,
         float(sum(groups.values())),
-        float(row["context"]),
+        float(context),
         float(pairs > 0),
         float(slots),
         float(pairs),
         float(undone),
-        float(switched and merged is not None),
-        float(switched and merged is None),
     ]
+    nothing = [0.0] * len(own)
+    switches = [float(switched and merged is not None), float(switched and merged is None)]
+    return [*(nothing + own if prefill else own + nothing), *switches]
+
+
+def coefficients(table: CostTable) -> np.ndarray:
+    """Those of a table, float64 ``[len(features)]``: what ``features`` is multiplied by to give its seconds."""
+    found = []
+    for costs in (table.decode, table.prefill):
+        whole = replace(
+            costs,
+            fixed=costs.fixed + costs.lora_enabled,
+            per_token=costs.per_token + costs.lora_enabled_per_token,
+        )
+        found += [getattr(whole, name) for name in COLUMNS]
+    return np.array([*found, table.merge, table.unmerge])
+
+
+def with_coefficients(table: CostTable, found: np.ndarray, provenance: str) -> CostTable:
+    """A table of these coefficients; a switch that costs nothing by them keeps the table's."""
+    decode, prefill = (
+        PhaseCosts(**dict(zip(COLUMNS, map(float, found[at : at + len(COLUMNS)]), strict=True)))
+        for at in (0, len(COLUMNS))
+    )
+    merge, unmerge = map(float, found[-len(SWITCHES) :])
+    return replace(
+        table,
+        decode=decode,
+        prefill=prefill,
+        merge=merge or table.merge,
+        unmerge=unmerge or table.unmerge,
+        provenance=provenance,
+    )
 
 
 def stretches(rows: Sequence[JsonDict]) -> list[list[JsonDict]]:
@@ -89,37 +118,24 @@ def fit(rows: Sequence[JsonDict], like: CostTable, provenance: str) -> Fit:
         if count < FEWEST:
             raise ConfigError(f"the log holds {count} {phase} iterations; a fit needs {FEWEST}")
     parts = [part for part in stretches(rows) if sum(row["seconds"] for row in part) > 0]
-    matrix = np.array([np.sum([_both_phases(row) for row in part], axis=0) for part in parts])
+    matrix = np.array([np.sum([_features_of(row) for row in part], axis=0) for part in parts])
     seconds = np.array([sum(row["seconds"] for row in part) for part in parts])
     found = least_absolute(matrix / seconds[:, None], np.ones(len(parts)))
     fitted = matrix @ found
     good = abs(fitted / seconds - 1) < OUTLIER
-    error, total, kept, costs = {}, {}, {}, {}
-    for at, phase in enumerate(PHASES):
+    error, total, kept = {}, {}, {}
+    for phase in PHASES:
         mine = np.array([part[-1]["prefill"] is (phase == "prefill") for part in parts])
         told = mine & good
         error[phase] = float(abs(fitted - seconds)[told].sum() / max(seconds[told].sum(), 1e-9))
         total[phase] = float(fitted[mine].sum() / seconds[mine].sum())
         kept[phase] = (int(told.sum()), int(mine.sum()))
-        own = found[at * len(COLUMNS) : (at + 1) * len(COLUMNS)]
-        costs[phase] = PhaseCosts(**dict(zip(COLUMNS, map(float, own), strict=True)))
-    merge, unmerge = map(float, found[-len(SWITCHES) :])
-    table = replace(
-        like,
-        prefill=costs["prefill"],
-        decode=costs["decode"],
-        merge=merge or like.merge,
-        unmerge=unmerge or like.unmerge,
-        provenance=provenance,
-    )
-    return Fit(table, error, total, kept)
+    return Fit(with_coefficients(like, found, provenance), error, total, kept)
 
 
-def _both_phases(row: JsonDict) -> list[float]:
-    """``features``, in the columns of the row's phase."""
-    *own, merged, unmerged = features(row)
-    nothing = [0.0] * len(own)
-    return [*(nothing + own if row["prefill"] else own + nothing), merged, unmerged]
+def _features_of(row: JsonDict) -> list[float]:
+    groups = {adapter or None: tokens for adapter, tokens in row["groups"].items()}
+    return features(row["prefill"], groups, row["context"], row["before"], row["merged"])
 
 
 def least_absolute(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:

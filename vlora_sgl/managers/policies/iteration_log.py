@@ -1,6 +1,6 @@
 """What each iteration ran and how long it took, one JSON object a line: ``vlora_sgl.measure_costs`` fits costs to it.
 
-    {"costs": {…}}                                          # first: the cost table that the engine plans by
+    {"costs": {…}}                                          # first: the cost table that the engine starts with
     {"prefill": false, "groups": {"a": 4, "": 1}, "context": 1310.0, "before": null, "merged": "a", "mode": "mixture",
      "seconds": 0.0079, "expected": 0.0075, "end": 12.81}
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,18 +46,19 @@ class Iteration:
     expected: float
 
 
-class IterationLog:
-    """Writes the file. Iterations are launched and finish in the same order.
+Sink = Callable[[Iteration, float, float], None]
+
+
+class IterationTimes:
+    """Times iterations, which are launched and finish in the same order.
 
     Args:
-        path: the file; it is emptied.
-        costs: the table that the engine plans by.
+        sinks: each is told of an iteration once it has finished, with its seconds and the time of its end.
         clock: seconds, for tests.
     """
 
-    def __init__(self, path: Path, costs: CostTable, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file = path.open("w", buffering=1)
-        self._file.write(json.dumps({"costs": costs.to_json()}) + "\n")
+    def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.monotonic) -> None:
+        self._sinks = sinks
         self._clock = clock
         self._open: dict[int, tuple[float, Iteration]] = {}
         self._last = 0.0
@@ -72,6 +73,25 @@ class IterationLog:
             return
         start, iteration = self._open.pop(number)
         now = self._clock()
+        for sink in self._sinks:
+            sink(iteration, now - max(start, self._last), now)
+        self._last = now
+
+
+class IterationLog:
+    """Writes the file; a sink of ``IterationTimes``.
+
+    Args:
+        path: the file; it is emptied.
+        costs: the table that the engine starts with.
+    """
+
+    def __init__(self, path: Path, costs: CostTable) -> None:
+        self._file = path.open("w", buffering=1)
+        self._file.write(json.dumps({"costs": costs.to_json()}) + "\n")
+
+    def __call__(self, iteration: Iteration, seconds: float, end: float) -> None:
+        """Write a line."""
         row = {
             "prefill": iteration.prefill,
             "groups": {adapter or "": tokens for adapter, tokens in iteration.groups.items()},
@@ -79,11 +99,10 @@ class IterationLog:
             "before": iteration.before,
             "merged": iteration.merged,
             "mode": str(iteration.mode),
-            "seconds": round(now - max(start, self._last), 6),
+            "seconds": round(seconds, 6),
             "expected": round(iteration.expected, 6),
-            "end": round(now, 6),
+            "end": round(end, 6),
         }
-        self._last = now
         self._file.write(json.dumps(row) + "\n")
 
 
