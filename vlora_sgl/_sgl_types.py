@@ -447,6 +447,7 @@ class TreeNode(Protocol):
     """``mem_cache/radix_cache``: some tokens and their KV slots, behind those of ``parent``."""
 
     parent: TreeNode
+    children: dict[Any, TreeNode]
     key: RadixKey
     value: torch.Tensor
 

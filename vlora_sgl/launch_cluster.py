@@ -198,6 +198,7 @@ async def run(args: ClusterArgs) -> None:
     from vlora_sgl.cluster import placement
     from vlora_sgl.cluster.adapters import AdapterRoutes
     from vlora_sgl.cluster.links import Keys, Links, new_session
+    from vlora_sgl.cluster.live import PageRoutes
     from vlora_sgl.cluster.replica import Replica
     from vlora_sgl.cluster.replica_router import Router, Settings
     from vlora_sgl.cluster.supervisor import Supervisor
@@ -244,7 +245,7 @@ async def run(args: ClusterArgs) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
     runner = web.AppRunner(
-        router.application(AdapterRoutes(router).mount),
+        router.application(AdapterRoutes(router).mount, PageRoutes(router).mount),
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=LAST_WORDS_S,
@@ -253,7 +254,8 @@ async def run(args: ClusterArgs) -> None:
     watches = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
     try:
         await web.TCPSite(runner, args.host, args.port).start()
-        print(f"vlora_sgl: cluster of {len(replicas)} replicas on http://{args.host}:{args.port}", flush=True)
+        url = f"http://{args.host}:{args.port}"
+        print(f"vlora_sgl: cluster of {len(replicas)} replicas on {url}; a page: {url}/ui", flush=True)
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([stopped, *watches], return_when=asyncio.FIRST_COMPLETED)
         for watch in watches:

@@ -63,10 +63,11 @@ def print_help() -> None:
 
 
 def announce(server_args: ServerArgs) -> None:
-    """Say, in one line, that requests are welcome, and where."""
+    """Say, in one line, that requests are welcome, and where, and where a person may look."""
     loaded = ", ".join(ref.lora_name for ref in server_args.lora_paths or ())
     adapters = f"adapters: {loaded}" if loaded else "no adapters yet"
-    print(f"vlora_sgl: serving {server_args.served_model_name} on {server_args.url()} ({adapters})", flush=True)
+    url = server_args.url()
+    print(f"vlora_sgl: serving {server_args.served_model_name} on {url} ({adapters}); a page: {url}/ui", flush=True)
 
 
 def stop_quietly(number: int, _: object) -> None:
@@ -87,9 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         server_args = prepare(argv)
-        from vlora_sgl.entrypoints import adapters, bodies, metrics, vision
+        from vlora_sgl.entrypoints import adapters, bodies, metrics, own_routes
 
-        for part in (vision, adapters, bodies):
+        for part in (own_routes, adapters, bodies):
             part.mount(_sgl.http_server.app)
         metrics.mount()
         seams.verify(Stage.ENGINE, "http_server")

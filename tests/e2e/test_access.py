@@ -13,6 +13,7 @@ import requests
 
 from tests.conftest import Server, TinyModel, serve
 from tests.support.head_reference import data_url, make_image
+from vlora_sgl import page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -52,6 +53,19 @@ def test_health_is_open_and_answers_are_for_users(server: Server) -> None:
             assert call(server, method, route, key, body).status_code == 401, route
         # A has no heads, which only somebody who may ask is told.
         assert call(server, method, route, USER, body).status_code == (400 if "vision" in route else 200), route
+
+
+def test_the_page_is_open_and_what_it_shows_is_not(server: Server) -> None:
+    for path in page.FILES:
+        assert call(server, "GET", path[1:], None).status_code == 200
+        assert call(server, "POST", path[1:], None, {}).status_code == 401
+    question = {"model": "A", "input": [{"type": "text", "text": TEXT}]}
+    for key in (None, "Bearer wrong"):
+        assert call(server, "GET", "vlora/live", key).status_code == 401
+        assert call(server, "POST", "v1/vision/ask", key, question).status_code == 401
+    assert call(server, "POST", "v1/vision/ask", USER, question).json()["model"] == "A"
+    with requests.get(f"{server.url}/vlora/live", headers={"Authorization": USER}, stream=True, timeout=60) as live:
+        assert live.status_code == 200 and next(live.iter_lines()).startswith(b'data: {"time"')
 
 
 def test_adapters_are_changed_by_the_operator_alone(server: Server) -> None:

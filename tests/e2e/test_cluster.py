@@ -18,6 +18,7 @@ import pytest
 import requests
 
 from tests.conftest import TinyModel, free_port
+from tests.support.browser import browser, missing, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -124,6 +125,40 @@ def test_a_killed_replica_takes_no_request_with_it_and_comes_back(cluster: Runni
     # On the replica that came back, too: A is in its flags.
     assert cluster.generate("A", url=holder["url"]).status_code == 404
     assert cluster.generate("B").json()["text"] == expected["B"]
+
+
+@pytest.mark.timeout(600)
+def test_the_page_shows_every_replica_and_changes_adapters_with_the_operator_s_key(
+    cluster: RunningCluster, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    if why := missing():
+        pytest.skip(why)
+    with browser(tmp_path / "profile") as page:
+        page.open(f"{cluster.url}/ui")
+        until(lambda: page.run("return document.querySelectorAll('#replica-rows tr').length"), lambda rows: rows == 2)
+        until(lambda: page.run("return document.querySelectorAll('.strip').length"), lambda strips: strips == 2)
+        for adapter in (None, "B"):
+            cluster.generate(adapter)
+        until(lambda: page.text("#strips"), lambda text: "unmerged" in text or "merged" in text)
+
+        def load() -> None:
+            page.run("document.getElementById('load').reset()")
+            page.type("#load-name", "D")
+            page.type("#load-path", str(tiny_model.adapters["A"]))
+            page.click("#load button")
+
+        load()
+        assert "operator's key" in until(lambda: page.text("#keys-why"))
+        page.type("#admin", "sesame")
+        page.click("#keys button")
+        until(lambda: page.text("#link"), lambda text: text == "live")
+        load()
+        until(lambda: page.text("#rows"), lambda text: "D" in text.split())
+        assert any("D" in replica["adapters"] for replica in cluster.state()["replicas"])
+        until(lambda: page.text("#replica-rows"), lambda text: "D" in text.replace(",", " ").split())
+        requests.post(f"{cluster.url}/unload_lora_adapter", json={"lora_name": "D"}, headers=ADMIN, timeout=60)
+        until(lambda: page.text("#rows"), lambda text: "D" not in text.split())
+        assert [line for line in page.complaints() if "401" not in line] == []
 
 
 @pytest.mark.timeout(120)

@@ -15,7 +15,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from tests.test_combined import WRONG
 from vlora_sgl import _sgl
-from vlora_sgl.entrypoints import adapters, bodies, vision
+from vlora_sgl.entrypoints import adapters, bodies, own_routes
 from vlora_sgl.entrypoints.body_limit import BodyLimit
 from vlora_sgl.entrypoints.refused import OPERATORS, REFUSED
 from vlora_sgl.errors import RequestError
@@ -86,7 +86,7 @@ def client(manager: Any) -> Iterator[TestClient]:
     before = [list(routes) for routes in included]
     read = server.ORJSONRequest.json
     app.router.routes[:] = list(server.app.router.routes)
-    for part in (vision, adapters, bodies):
+    for part in (own_routes, adapters, bodies):
         part.mount(app)
     app.state.openai_serving_chat = SimpleNamespace(tokenizer_manager=manager)
     yield TestClient(app, raise_server_exceptions=False)
@@ -147,7 +147,7 @@ HOSTILE: dict[str, tuple[bytes, str, int]] = {
 POSTED = sorted(
     {route.path for name, route in FOUND if name in MODEL - {"retrieve_model"}}
     | {*(f"/{verb}_lora_adapter" for verb in ("load", "unload", "reload", "pin")), "/set_internal_state"}
-    | {f"/v1/vision/{task}" for task in ("classify", "count", "detect")}
+    | {f"/v1/vision/{task}" for task in ("classify", "count", "detect", "ask")}
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -14,7 +15,7 @@ from tests.support.head_reference import data_url, make_image
 from tests.support.image_files import exif_of
 from vlora_sgl.core import RequestParams
 from vlora_sgl.entrypoints.bodies import move_head
-from vlora_sgl.entrypoints.vision import check_image_urls, in_pixels_sent
+from vlora_sgl.entrypoints.vision import _events, check_image_urls, in_pixels_sent
 from vlora_sgl.errors import HeadError, RequestError
 from vlora_sgl.heads import ClassifyHead, DetectHead, save_heads
 from vlora_sgl.heads.requests import answer_text, check_head_requests
@@ -92,3 +93,58 @@ def test_an_images_claim_about_itself_is_forgotten() -> None:
     forget_claimed_hashes(["data:,", [image]])
     assert image == {"format": "processor_output", "pixel_values": [1]}
     forget_claimed_hashes(None)
+
+
+def answer(text: str, **finish: Any) -> dict[str, Any]:
+    meta_info = {"finish_reason": finish or None, "prompt_tokens": 3, "completion_tokens": 1, "cached_tokens": 2}
+    return {"text": text, "meta_info": {**meta_info, "vlora": {"adapter": "A", "modes": ["merged"]}}}
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ({"type": "abort", "status_code": 500, "message": "not finite"}, 500),
+        ({"type": "abort", "status_code": 400, "message": "too long"}, 400),
+        (ValueError("gone"), 400),
+    ],
+)
+def test_a_stream_that_goes_wrong_ends_with_an_event_that_says_so(ending: Any, code: int) -> None:
+    closed = []
+
+    async def rest() -> Any:
+        try:
+            yield answer("a b")
+            if isinstance(ending, Exception):
+                raise ending
+            yield answer("", **ending)
+        finally:
+            closed.append(True)
+
+    async def sent() -> list[Any]:
+        lines = [event async for event in _events("A", answer("a"), rest(), 0.0)]
+        return [json.loads(line[6:]) if b"{" in line else line for line in lines]
+
+    first, second, error, last = asyncio.run(sent())
+    assert (first["text"], second["text"], second["modes"]) == ("a", "a b", ["merged"])
+    assert error["error"]["code"] == code and error["error"]["message"] in ("not finite", "too long", "gone")
+    assert last == b"data: [DONE]\n\n" and closed == [True]
+
+
+def test_a_stream_whose_client_leaves_closes_what_it_reads() -> None:
+    closed = []
+
+    async def rest() -> Any:
+        try:
+            while True:
+                yield answer("more")
+        finally:
+            closed.append(True)
+
+    async def leave() -> None:
+        events = _events("A", answer("a"), rest(), 0.0)
+        await anext(events)
+        await anext(events)
+        await events.aclose()
+
+    asyncio.run(leave())
+    assert closed == [True]

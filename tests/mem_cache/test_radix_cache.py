@@ -430,3 +430,19 @@ def test_the_benchmark_times_every_look_up() -> None:
     found = match_seconds(repeats=2, prefixes=5, length=64)
     assert found.keys() == KINDS.keys()
     assert all(len(times) == 10 and min(times) > 0 for side in found.values() for times in side.values())
+
+
+def test_kept_images_say_whose_requests_begin_with_them() -> None:
+    pool = Pool()
+    cache = make_cache(pool)
+    span = ImageSpan(1, 5, ("cat", "IMAGE", (2, 2), 0))
+    late, whole = AdapterContent("late", "after_image"), AdapterContent("whole")
+    for adapter, last in ((None, 90), (late, 91), (whole, 92)):
+        tokens = ids(10, PAD, PAD, PAD, PAD, 11, last)
+        insert(cache, tokens, cache.identify(tokens, None, adapter, (span,)))
+    tokens = ids(10, PAD, PAD, 11)
+    insert(cache, tokens, cache.identify(tokens, None, None, (ImageSpan(1, 3, ("dog", "IMAGE", (1, 2), 0)),)))
+    tokens = ids(7, 8, 9)
+    insert(cache, tokens, cache.identify(tokens, None, whole))
+    late_shares = {"tokens": 8, "copies": 2, "adapters": {"", "late", "whole"}}
+    assert cache.kept_images() == {0: late_shares, 1: {"tokens": 2, "copies": 1, "adapters": {""}}}

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from vlora_sgl.cluster.adapters import AdapterRoutes
 from vlora_sgl.cluster.links import Keys, Links, new_session
+from vlora_sgl.cluster.live import PageRoutes
 from vlora_sgl.cluster.placement import Affinity, Routing
 from vlora_sgl.cluster.replica import Replica
 from vlora_sgl.cluster.replica_router import Router, Settings
@@ -30,6 +31,7 @@ class FakeReplica:
         orders: paths of the orders it got.
         hold: while unset, no request is answered.
         chunks: events of a stream, before the last.
+        watchers: of its live events.
     """
 
     def __init__(self) -> None:
@@ -39,6 +41,7 @@ class FakeReplica:
         self.hold = asyncio.Event()
         self.hold.set()
         self.chunks, self.stop_after = 3, 99
+        self.watchers = 0
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -48,6 +51,7 @@ class FakeReplica:
         app.router.add_get("/model_info", self._info)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/tokenize", self._fine)
+        app.router.add_get("/vlora/live", self._live)
         app.router.add_post("/flush_cache", self._order)
         for verb in ("load", "unload", "reload", "pin"):
             app.router.add_post(f"/{verb}_lora_adapter", self._order)
@@ -80,6 +84,21 @@ class FakeReplica:
     async def _models(self, request: web.Request) -> web.Response:
         cards = [{"id": name, "root": path, "parent": "base"} for name, path in self.adapters.items()]
         return web.json_response({"object": "list", "data": [{"id": "base", "root": "base"}, *cards]})
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await out.prepare(request)
+        self.watchers += 1
+        try:
+            for number in range(1_000):
+                event = json.dumps({"steps": [[number, 0, "merged", "A", False, False, {"A": 1}]]}).encode()
+                # As a network may: not in one piece.
+                await out.write(b"data: " + event[:9])
+                await out.write(event[9:] + b"\n\n")
+                await asyncio.sleep(0.02)
+        finally:
+            self.watchers -= 1
+        return out
 
     async def _order(self, request: web.Request) -> web.Response:
         self.orders.append(request.path)
@@ -164,7 +183,7 @@ async def cluster(
         views = [Replica(number, fake.url, limit) for number, fake in enumerate(fakes)]
         router = Router(views, routing or Affinity(slots=4), Links(session, keys), settings, known)
         runner = web.AppRunner(
-            router.application(AdapterRoutes(router).mount),
+            router.application(AdapterRoutes(router).mount, PageRoutes(router).mount),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=0.1,

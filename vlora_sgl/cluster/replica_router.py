@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp import web
 
+from vlora_sgl import page
 from vlora_sgl.cluster import status
 from vlora_sgl.cluster.catalogue import Catalogue
 from vlora_sgl.cluster.links import Links, Lost, NotSent, Refused, end_to_end
@@ -35,7 +36,8 @@ REPLICA_HEADER = "X-VLora-Replica"
 """Which replica answered."""
 ROUTED = (
     *("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"),
-    *("/v1/classify", "/v1/vision/classify", "/v1/vision/count", "/v1/vision/detect", "/v1/responses", "/v1/score"),
+    *("/v1/classify", "/v1/vision/classify", "/v1/vision/count", "/v1/vision/detect", "/v1/vision/ask"),
+    *("/v1/responses", "/v1/score"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/rerank", "/invocations"),
     *("/v1/tokenize", "/v1/detokenize", "/tokenize", "/detokenize"),
 )
@@ -44,7 +46,7 @@ ANY = ("/model_info", "/get_model_info")
 """Questions that every replica answers alike."""
 ALL = ("/flush_cache", "/set_internal_state", "/abort_request", "/pause_generation", "/continue_generation")
 """Orders for every replica, which also check the key."""
-OPEN = ("/health", "/health_generate", "/metrics")
+OPEN = ("/health", "/health_generate", "/metrics", *page.FILES)
 """What needs no key."""
 
 
@@ -97,8 +99,8 @@ class Router:
         self._patient = 0  # requests that wait for any replica to serve
         self._change = asyncio.Event()
 
-    def application(self, mount: Callable[[web.Application], None]) -> web.Application:
-        """The routes; ``mount`` adds the adapters' (``AdapterRoutes.mount``)."""
+    def application(self, *mounts: Callable[[web.Application], None]) -> web.Application:
+        """The routes; each of ``mounts`` adds more (``AdapterRoutes.mount``, ``PageRoutes.mount``)."""
         around = [_errors, self.check_key, self.refuse_at_the_end]
         app = web.Application(client_max_size=self.settings.body, middlewares=around)
         for paths, handler in ((ROUTED, self.serve), (ANY, self.ask_any), (ALL, self.tell_all)):
@@ -108,7 +110,8 @@ class Router:
         app.router.add_get("/health_generate", self.health)
         app.router.add_get("/cluster", self.state)
         app.router.add_get("/metrics", self.metrics)
-        mount(app)
+        for mount in mounts:
+            mount(app)
         app.router.add_route("*", "/{rest:.*}", self.no_such_route)
         return app
 
@@ -121,6 +124,11 @@ class Router:
             if scheme.lower() != "bearer" or not secrets.compare_digest(token.encode(), key.encode()):
                 return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the cluster has been told to stop."""
+        return self._stopping
 
     def stop(self) -> None:
         """Take no more requests, and send none that wait; those that replicas have go on."""
@@ -311,11 +319,15 @@ class Router:
 
     async def state(self, request: web.Request) -> web.Response:
         """See ``status.state``."""
-        return web.json_response(status.state(self.replicas, self.routing, self._counts()))
+        return web.json_response(self.status())
 
     async def metrics(self, request: web.Request) -> web.Response:
         """See ``status.metrics``."""
         return web.Response(text=status.metrics(self.replicas, self._counts()), content_type="text/plain")
+
+    def status(self) -> JsonDict:
+        """See ``status.state``."""
+        return status.state(self.replicas, self.routing, self._counts())
 
     def _counts(self) -> dict[str, int]:
         return {"sent_again": self.sent_again, "lost": self.lost}

@@ -1,25 +1,30 @@
-"""HTTP for vision heads: ``/v1/vision/{classify,count,detect}``.
+"""HTTP for questions about images: ``/v1/vision/{classify,count,detect,ask}``.
 
-The vision routes take OpenAI's content parts and answer with the head's value. Images are ``data:`` URLs, or URLs of
-hosts that ``--vlora-image-host`` allows: a server that fetches any URL a client names is a way into its network.
+The vision routes take OpenAI's content parts and answer with a head's value, or (``ask``) in words. Images are
+``data:`` URLs, or URLs of hosts that ``--vlora-image-host`` allows: a server that fetches any URL a client names is a
+way into its network.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
-from typing import Literal
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
-from vlora_sgl import _sgl, seams
+from vlora_sgl import _sgl
 from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.errors import HeadError, RequestError, VLoraError
 from vlora_sgl.heads.requests import describe
+from vlora_sgl.heads.store import AdapterDescription
 from vlora_sgl.images import image_size
-from vlora_sgl.seams import Place
 from vlora_sgl.server_args import MOST_IMAGE_PIXELS, VLoraArgs
 
 router = APIRouter(prefix="/v1/vision", tags=["vision"])
@@ -49,6 +54,13 @@ class VisionRequest(BaseModel):
     input: list[Part] = Field(description="images, and the question unless the adapter comes with one")
 
 
+class AskRequest(VisionRequest):
+    """One question that is answered in words."""
+
+    max_tokens: int = Field(64, ge=1, description="most tokens of the answer")
+    stream: bool = Field(False, description="send the answer while it is generated")
+
+
 @router.post("/classify")
 async def classify(body: VisionRequest, request: Request) -> JsonDict:
     """One of the head's labels, with the probabilities of all."""
@@ -67,42 +79,130 @@ async def detect(body: VisionRequest, request: Request) -> JsonDict:
     return await _answer("detect", body, request)
 
 
-async def _answer(task: Task, body: VisionRequest, request: Request) -> JsonDict:
+@router.post("/ask")
+async def ask(body: AskRequest, request: Request) -> Any:
+    """The base model's answer in words, or an adapter's, and how it came about; with ``stream`` as events, each with
+    the text so far."""
     serving = request.app.state.openai_serving_chat
     manager = serving.tokenizer_manager
-    try:
+    begin = time.monotonic()
+    with _refusing():
+        adapter = serving._resolve_lora_path(body.model, None)
+        description = AdapterDescription() if adapter is None else describe(manager.lora_ref_cache[adapter].lora_path)
+        sent = {"max_tokens": body.max_tokens, "stream": body.stream}
+        generate = _generation(body, request, RequestParams(trace=True), description, **sent)
+        answers = manager.generate_request(generate, request)
+        first = _whole(await anext(answers))
+    if not body.stream:
+        await answers.aclose()
+        return _told(adapter, first, begin)
+    left = manager.create_abort_task(generate)
+    return StreamingResponse(_events(adapter, first, answers, begin), media_type="text/event-stream", background=left)
+
+
+async def _events(
+    adapter: str | None, first: JsonDict, rest: AsyncGenerator[Any], begin: float
+) -> AsyncIterator[bytes]:
+    """An answer as it grows; what goes wrong once it has begun is an event, too."""
+    async with aclosing(rest):
+        try:
+            yield _event(_told(adapter, first, begin))
+            async for out in rest:
+                yield _event(_told(adapter, _whole(out), begin))
+        except HTTPException as error:
+            yield _event({"error": {"message": str(error.detail), "code": error.status_code}})
+        except ValueError as error:
+            yield _event({"error": {"message": str(error), "code": 400}})
+    yield b"data: [DONE]\n\n"
+
+
+def _whole(out: JsonDict) -> JsonDict:
+    """An answer, or what there is of one.
+
+    Raises:
+        HTTPException: the engine ended it; in a stream SGLang only says so.
+    """
+    reason = out["meta_info"].get("finish_reason") or {}
+    if reason.get("type") == "abort" and reason.get("status_code"):
+        raise HTTPException(reason["status_code"], reason.get("message"))
+    return out
+
+
+def _event(data: JsonDict) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def _told(adapter: str | None, out: JsonDict, begin: float) -> JsonDict:
+    """What the client is told of an answer.
+
+    ``seconds`` since the request came; ``modes`` in which its tokens were computed, in order; ``reuse`` of its prompt;
+    ``images`` by their numbers in the prefix cache.
+    """
+    meta_info = out["meta_info"]
+    usage = {name: meta_info.get(name, 0) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")}
+    told = {name: meta_info["vlora"][name] for name in ("modes", "reuse", "images") if name in meta_info["vlora"]}
+    finish = (meta_info.get("finish_reason") or {}).get("type")
+    answer = {"model": adapter, "text": out.get("text", ""), "finish_reason": finish, "usage": usage}
+    return {"object": "vision.ask", **answer, "seconds": round(time.monotonic() - begin, 4), **told}
+
+
+async def _answer(task: Task, body: VisionRequest, request: Request) -> JsonDict:
+    serving = request.app.state.openai_serving_chat
+    with _refusing():
         adapter = serving._resolve_lora_path(body.model, None)
         if adapter is None:
             raise HeadError(f"{body.model!r} is the base model, which has no heads; name an adapter that has")
-        description = describe(manager.lora_ref_cache[adapter].lora_path)
+        description = describe(serving.tokenizer_manager.lora_ref_cache[adapter].lora_path)
         head = description.head_named(body.head, task, adapter)
-        parts = [part.model_dump(exclude_none=True) for part in body.input]
-        urls = [part.image_url.url for part in body.input if part.type == "image_url" and part.image_url]
-        check_image_urls(urls, VLoraArgs.from_environment().image_host)
-        if not urls:
+        if not _urls(body):
             raise RequestError(f"{task} needs an image part")
-        if description.prompt is not None and not any(part.type == "text" for part in body.input):
-            parts.append({"type": "text", "text": description.prompt})
-        chat = _sgl.ChatCompletionRequest(
-            model=body.model, messages=[{"role": "user", "content": parts}], max_tokens=1, temperature=0
-        )
-        generate, _ = serving._convert_to_internal_request(chat, request)
-        generate.sampling_params = RequestParams(head=head).added_to(generate.sampling_params)
-        async for out in manager.generate_request(generate, request):
+        generate = _generation(body, request, RequestParams(head=head), description, max_tokens=1)
+        async for out in serving.tokenizer_manager.generate_request(generate, request):
             meta_info = out["meta_info"]
         if "head" not in meta_info["vlora"]:
             raise RequestError(f"the engine did not answer: {meta_info.get('finish_reason')}")
+    answer = dict(meta_info["vlora"]["head"])
+    if task == "detect":
+        answer = in_pixels_sent(answer, _urls(body))
+    usage = {"prompt_tokens": meta_info["prompt_tokens"], "cached_tokens": meta_info["cached_tokens"]}
+    return {"object": f"vision.{task}", "model": adapter, "head": head, "usage": usage, **answer}
+
+
+def _generation(
+    body: VisionRequest, request: Request, asked: RequestParams, description: AdapterDescription, **chat: Any
+) -> Any:
+    """SGLang's request to the engine for what a body asks, in the model's own chat template.
+
+    Raises:
+        RequestError: an image's URL that is not allowed, or nothing to ask.
+    """
+    parts = [part.model_dump(exclude_none=True) for part in body.input]
+    check_image_urls(_urls(body), VLoraArgs.from_environment().image_host)
+    if description.prompt is not None and not any(part.type == "text" for part in body.input):
+        parts.append({"type": "text", "text": description.prompt})
+    if not parts:
+        raise RequestError("input needs a question or an image")
+    message = {"role": "user", "content": parts}
+    question = _sgl.ChatCompletionRequest(model=body.model, messages=[message], temperature=0, **chat)
+    generate, _ = request.app.state.openai_serving_chat._convert_to_internal_request(question, request)
+    generate.sampling_params = asked.added_to(generate.sampling_params)
+    return generate
+
+
+def _urls(body: VisionRequest) -> list[str]:
+    return [part.image_url.url for part in body.input if part.type == "image_url" and part.image_url]
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
     except HTTPException:
         raise
     except VLoraError as error:
         raise HTTPException(error.http_status, str(error)) from error
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
-    answer = dict(meta_info["vlora"]["head"])
-    if task == "detect":
-        answer = in_pixels_sent(answer, urls)
-    usage = {"prompt_tokens": meta_info["prompt_tokens"], "cached_tokens": meta_info["cached_tokens"]}
-    return {"object": f"vision.{task}", "model": adapter, "head": head, "usage": usage, **answer}
 
 
 def check_image_urls(urls: Iterable[str], hosts: Iterable[str]) -> None:
@@ -132,10 +232,3 @@ def in_pixels_sent(answer: JsonDict, urls: list[str]) -> JsonDict:
         for box in answer["boxes"]
     ]
     return {**answer, "image_sizes": sizes, "boxes": boxes}
-
-
-def mount(app: FastAPI) -> None:
-    """Add the routes to SGLang's application, once, before it starts; they read their bodies as its routes do."""
-    kind = app.router.route_class
-    routes = [kind(one.path, one.endpoint, methods=one.methods, tags=one.tags) for one in router.routes]  # type: ignore[attr-defined]
-    seams.place("http_server.app.routes", [Place(app.router.routes, None, route) for route in routes])

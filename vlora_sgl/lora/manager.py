@@ -185,6 +185,10 @@ class VLoraManager(_sgl.LoRAManager):
             shown["never_merged"] = self.refusal(adapter) if self.can_merge else None
         return state
 
+    def names(self) -> dict[str, str]:
+        """The names of the loaded adapters by their digests."""
+        return {known.digest: self.lora_refs[uid].lora_name for uid, known in self.described.items()}
+
     # The pool
 
     def init_memory_pool(self) -> None:

@@ -300,7 +300,8 @@ class AdapterStore:
         return not self._slot_ranks or fits(ranks, self._slot_ranks)
 
     def state(self) -> dict[str, JsonDict]:
-        """Of every adapter in memory, by id: its slot (``None``: host memory only), rank, bytes, digest."""
+        """Of every adapter in memory, by id: its slot (``None``: host memory only), rank, bytes, digest, and what it
+        comes with: the kind of each head, and the question it was trained with."""
         assert self._pool is not None
         return {
             uid: {
@@ -308,6 +309,8 @@ class AdapterStore:
                 "rank": adapter.config.r,
                 "host_bytes": adapter.report.nbytes,
                 "digest": adapter.report.digest,
+                "heads": {name: head.kind for name, head in self.described[uid].heads.items()},
+                "prompt": self.described[uid].description.prompt,
             }
             for uid, adapter in self._adapters.items()
         }

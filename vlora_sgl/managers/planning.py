@@ -16,6 +16,7 @@ from vlora_sgl.combined import is_combined, members
 from vlora_sgl.core import BatchPlan, InferenceMode, JsonDict
 from vlora_sgl.lora.slot_residency import SlotResidency
 from vlora_sgl.managers.forced_mode import forced_mode
+from vlora_sgl.managers.live import LiveSteps, names_of
 from vlora_sgl.managers.planner import Planner
 from vlora_sgl.managers.policies import Limits, Policy, make_policy
 from vlora_sgl.managers.policies.cost_table import CostTable, ModelShape, table_for
@@ -41,6 +42,7 @@ class Planning:
         batches_by_mode: batches run so far.
         residency: which adapters keep their device slots.
         followed: where the costs of the next iterations come from, on the rank that measures, unless a table is given.
+        watched: the last steps, while somebody watches.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Planning:
             sinks.append(IterationLog(Path(args.iteration_log), costs))
         self.times = IterationTimes(sinks) if sinks else None
         self.residency: SlotResidency = lora_manager.residency
+        self.watched: LiveSteps | None = None
 
     def change(self, args: VLoraArgs) -> None:
         """Decide by other settings from the next iteration on."""
@@ -132,6 +135,8 @@ class Planning:
         tokens = batch.extend_lens if prefill else [1] * len(batch.reqs)
         rows = list(zip((req.lora_id for req in batch.reqs), tokens, strict=True))
         iteration = self.planner.ran(plan, rows, prefill)
+        if self.watched is not None and not self.watched.launched(number, iteration):
+            self.watched = None
         if self.times is not None:
             self.times.launched(number, iteration)
 
@@ -153,6 +158,18 @@ class Planning:
                 for adapter in members([combined]):
                     counts[state][refs[adapter].lora_name if adapter in refs else adapter or ""] += count
         return counts
+
+    def live(self, since: int) -> JsonDict:
+        """What somebody who watches is shown: the steps after this number, the queue, the merged adapter."""
+        if self.watched is None:
+            self.watched = LiveSteps()
+        name_of = names_of(self.lora_manager.lora_refs)
+        return {
+            "steps": self.watched.since(since, name_of),
+            "requests": {state: dict(counts) for state, counts in self.requests().items()},
+            "merged": name_of(self.lora_manager.merged),
+            "switches": self.planner.switches,
+        }
 
     def state(self) -> JsonDict:
         """Figures for ``/server_info`` and the metrics."""

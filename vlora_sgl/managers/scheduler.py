@@ -8,6 +8,7 @@ tells of those that are ``admitted``; the batch is ``formed``, planned and run (
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from vlora_sgl.combined import members
 from vlora_sgl.core import InferenceMode, JsonDict, RequestParams
 from vlora_sgl.errors import ConfigError, HeadError, RequestError
 from vlora_sgl.heads.scheduling import HeadScheduling
+from vlora_sgl.managers import live
 from vlora_sgl.managers.draining import Draining
 from vlora_sgl.managers.faults import Faults
 from vlora_sgl.managers.planning import Announcements, PlannedOrder, Planning
@@ -273,10 +275,23 @@ class VLoraScheduler(_sgl.Scheduler):
         return _sgl.SetInternalStateReqOutput(updated=True)
 
     def get_internal_state(self, recv_req: Any) -> object:
-        """SGLang's state, with ours under ``vlora``."""
+        """SGLang's state, with ours under ``vlora``; or what somebody who watches has asked for."""
+        if (look := live.asked(recv_req.rid)) is not None:
+            return _sgl.GetInternalStateReqOutput(internal_state=self.live_state(*look))
         output = super().get_internal_state(recv_req)
         output.internal_state["vlora"] = self.vlora_state()
         return output
+
+    def live_state(self, since: int, whole: bool) -> JsonDict:
+        """The steps after this number and the queue; with ``whole`` adapters, their slots and kept images as well."""
+        manager = self.lora_manager
+        nothing = {"steps": [], "requests": {}, "merged": "", "switches": 0}
+        state = {"time": time.time(), **(self.planning.live(since) if self.planning is not None else nothing)}
+        if whole:
+            state["adapters"] = manager.adapter_state() if manager is not None else {}
+            state["pool"] = manager.pool_state() if manager is not None else None
+            state["images"] = live.images_shown(self.prefixes.kept_images(), manager.names() if manager else {})
+        return state
 
     def vlora_state(self) -> JsonDict:
         """What ``/server_info`` shows about us: JSON scalars, lists and dicts only."""

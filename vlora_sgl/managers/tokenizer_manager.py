@@ -25,7 +25,7 @@ from vlora_sgl._sgl_types import (
 from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.heads.requests import answer_text, check_head_requests
 from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
-from vlora_sgl.managers import tensor_pickle
+from vlora_sgl.managers import live, tensor_pickle
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, Reply
 from vlora_sgl.managers.admission import Limits, RequestGate
 from vlora_sgl.managers.ended_requests import LingeringStates
@@ -263,6 +263,17 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         self.auto_create_handle_loop()
         (state, *_) = await self.get_internal_state()
         return state["vlora"], self.adapters.listed(state["vlora"]["adapters"])
+
+    async def live(self, since: int, whole: bool) -> JsonDict:
+        """What the engine does now (see ``managers.live``): the steps after this number, the queue; adapters, if
+        ``whole``."""
+        self.auto_create_handle_loop()
+        look = _sgl.GetInternalStateReq(rid=live.question(since, whole))
+        (answer, *_) = await self.get_internal_state_communicator(look)
+        state: JsonDict = answer.internal_state
+        if whole:
+            state["adapters"] = self.adapters.listed(state["adapters"])
+        return state
 
 
 async def hash_images(inputs: MultimodalInputs | None) -> None:

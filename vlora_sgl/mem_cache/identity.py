@@ -25,7 +25,7 @@ from vlora_sgl._sgl_types import MultimodalInputs
 from vlora_sgl.multimodal.encoder_cache import layout_of
 
 IMAGE_BIT = 1 << 35
-_ADAPTER_SHIFT = 36
+ADAPTER_SHIFT = 36
 ADAPTERS = 1 << 27
 NEVER = 1 << 40
 """The invocation start of a request that its adapter's invocation sequence does not occur in."""
@@ -106,7 +106,7 @@ class CacheIdentity:
                 if end > done:
                     new[max(start - done, 0) : end - done] = IMAGE_BIT | number
             if invoked:
-                new[max(self.invocation_start - done, 0) :] |= invoked << _ADAPTER_SHIFT
+                new[max(self.invocation_start - done, 0) :] |= invoked << ADAPTER_SHIFT
             self._elements = grown
         return self._elements
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import ModelRunner, Req
+from vlora_sgl.core import JsonDict
 from vlora_sgl.mem_cache.identity import NEVER, AdapterContent, CacheIdentity, image_spans
 from vlora_sgl.mem_cache.prefix_sharing import PrefixSharing, can_share
 from vlora_sgl.mem_cache.radix_cache import VLoraRadixCache
@@ -110,6 +111,8 @@ class PrefixScheduling:
                 encoder = len(needed) - len(misses), len(misses)
                 reuse = self.tree.measure(state.identity, req.last_node, length, len(req.origin_input_ids), encoder)
                 state.answer["reuse"] = asdict(reuse)
+                if state.params.trace and state.identity.images:
+                    state.answer["images"] = [number for *_, number in state.identity.images]
 
     def cached(self, req: Req) -> int | None:
         """How many tokens a request would take from the cache; ``None`` where SGLang's own cache serves."""
@@ -122,6 +125,10 @@ class PrefixScheduling:
     def state(self) -> dict[str, int]:
         """Totals over all requests, for ``/server_info`` and the metrics."""
         return asdict(self.tree.totals) if isinstance(self.tree, VLoraRadixCache) else {}
+
+    def kept_images(self) -> dict[int, JsonDict]:
+        """See ``VLoraRadixCache.kept_images``; nothing where SGLang's own cache serves."""
+        return self.tree.kept_images() if isinstance(self.tree, VLoraRadixCache) else {}
 
     def _prefix_key(self, req: Req) -> Hashable:
         identity: CacheIdentity | None = req.vlora.identity
