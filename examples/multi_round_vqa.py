@@ -21,6 +21,8 @@ from serving import Served, argument_parser, serving
 
 import vlora_sgl as vlora
 
+SERVED_AT = "http://127.0.0.1:30000"
+
 
 @dataclass(frozen=True)
 class Round:
@@ -142,12 +144,15 @@ def embedded(served: Served) -> None:
 
 def main() -> None:
     """Serve, ask, print."""
-    with serving(argument_parser(__doc__ or "").parse_args()) as served:
+    options = argument_parser(__doc__ or "").parse_args()
+    with serving(options) as served:
         if served.embedded and served.trained:
             embedded(served)
-            return
-        for picture, rounds in conversations(served):
-            show(served, picture, rounds)
+        else:
+            for picture, rounds in conversations(served):
+                show(served, picture, rounds)
+    where = "" if options.url else "start a server with .venv/bin/vlora serve, then "
+    print(f"To ask with pictures of your own, {where}open {options.url or SERVED_AT}/ui in a browser.")
 
 
 if __name__ == "__main__":

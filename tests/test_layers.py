@@ -27,7 +27,7 @@ COMPANIONS: Mapping[str, tuple[str, ...]] = {
     "launch_cluster": ("cluster",),
     "export": ("heads", "lora"),
     "generate": ("heads", "routed", "models", "lang"),
-    "cli": ("lora",),
+    "cli": ("lora", "lang", "models", "generate", "export"),
     "measure_costs": ("managers", "plugin", "engine"),
 }
 

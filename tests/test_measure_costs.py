@@ -34,6 +34,10 @@ def test_a_log_becomes_a_table_that_a_server_can_read(tmp_path: Path, capsys: py
     table = load_tables(target)["atmm"]
     assert table.merge == pytest.approx(COSTS.merge, rel=1e-3)
     assert "fitted by vlora_sgl.measure_costs" in table.provenance
+    again = ["--iterations", str(tmp_path / "log"), "--save", str(target), "--json"]
+    assert measure_costs.main(again) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["saved"] == str(target) and set(told["error"]) and told["provenance"] == table.provenance
     assert table_for("any", None, str(target)) == table  # type: ignore[arg-type]
 
 

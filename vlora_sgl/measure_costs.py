@@ -4,12 +4,14 @@
     python -m vlora_sgl.measure_costs --iterations LOG … --save FILE        # fit to a log of real traffic instead
 
 Runs an engine through batches of every mode, size and choice of adapters with the iteration log on, and fits the table
-to the log. Without ``--save`` the file goes to where the server looks for it: beside the shipped tables.
+to the log; ``--json`` says in JSON what came of it. Without ``--save`` the file goes to where the server looks for it:
+beside the shipped tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import re
 import sys
@@ -126,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--iterations", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(rest):
         print(__doc__)
@@ -149,6 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (VLoraError, OSError) as error:
         print(f"vlora_sgl.measure_costs: {error}", file=sys.stderr)
         return 2
+    if own.json:
+        print(json.dumps({"saved": str(path), "provenance": provenance, "error": fitted.error}, indent=2))
+        return 0
     print(describe(fitted))
     print(f"saved to {path}")
     return 0

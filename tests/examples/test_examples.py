@@ -35,6 +35,7 @@ def test_multi_round_vqa_prints_cached_tokens(server: Server) -> None:
     assert cached[0] < 60 and cached[1] >= 64, "the photograph takes 64 tokens, known from the second round on"
     assert cached[2] < 60, "another adapter's first round does not find them"
     assert cached[3] > cached[1]
+    assert printed.splitlines()[-1].endswith(f"open {server.url}/ui in a browser.")
 
 
 def test_visual_retrieval_of_any_model(server: Server, tmp_path: Path) -> None:

@@ -311,6 +311,9 @@ def test_the_command_line(tmp_path: Path) -> None:
     done = subprocess.run(options, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "hot merged" in done.stdout and "adapters/renamed: rank 4, relative error" in done.stdout
+    options = [*command, "again", "--trace", "trace.jsonl", "--json"]
+    told = subprocess.run(options, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(told.stdout)["hot"] == "hot" and "expected extra cost" in told.stderr
     shutil.rmtree(tmp_path / "hot")
     refused = subprocess.run(
         [*command, "more", "--hot", "hot"], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -137,7 +137,9 @@ def test_a_whole_run_from_the_command_line(folder: Path, qwen: Path, capsys: pyt
     assert page.count("<svg") == 3 and not re.search(r"(src|href)=\"?https?:", page.split("<svg")[0])
     # Started again it trains nothing and ends the same; with other floors it uses what is there.
     before = (folder / "out/ledger.jsonl").read_text()
-    assert main([str(path)]) == code
+    capsys.readouterr()
+    assert main([str(path), "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["adapters"] == report["adapters"]
     again = json.loads((folder / "out/report.json").read_text())
     assert (folder / "out/ledger.jsonl").read_text() == before
     assert again["trainings_resumed"] == again["trainings"] == report["trainings"]

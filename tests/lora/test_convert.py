@@ -57,9 +57,9 @@ def test_the_converted_adapter_answers_on_the_base_model_as_the_trained_one_did(
         plain = base(IDS).logits
     after, before, logits = trained(tmp_path, tiny_model("qwen2"), **FORMS[form])
     assert not torch.allclose(logits, plain, atol=1e-2), "it must have been trained"
-    with pytest.raises(AdapterError, match="vlora_sgl adapters convert TRAINED INITIAL OUTPUT"):
+    with pytest.raises(AdapterError, match="vlora convert TRAINED INITIAL OUTPUT"):
         read_adapter(after)
-    assert main(["adapters", "convert", str(after), str(before), str(tmp_path / "plain")]) == 0
+    assert main(["convert", str(after), str(before), str(tmp_path / "plain")]) == 0
     assert read_adapter(tmp_path / "plain", BaseLayout.from_config(base.config)).report.max_rank == 8
     with torch.no_grad():
         served = PeftModel.from_pretrained(base, tmp_path / "plain").eval()(IDS).logits
@@ -117,7 +117,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
     inject(tmp_path)
     before = sorted(tmp_path.iterdir())
     arguments = [str(tmp_path / name) for name in ("trained", "initial", "plain")]
-    assert main(["adapters", "convert", *arguments]) == 1
+    assert main(["convert", *arguments]) == 1
     with pytest.raises(AdapterError, match=message):
         convert(*map(Path, arguments))
     assert "refused: " in capsys.readouterr().err and sorted(tmp_path.iterdir()) == before

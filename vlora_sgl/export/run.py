@@ -15,8 +15,9 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from tqdm import tqdm
@@ -153,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--trace", type=Path, help="JSONL of requests, to see or choose what to merge")
     parser.add_argument("--samples", type=int, default=16, help="weights to verify at the end")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     args = parser.parse_args(argv)
     try:
         given = list(dict.fromkeys(map(_named, [*([args.hot] if args.hot else []), *args.cold])))
@@ -162,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{BASE_DELTA!r} names the delta that gives the base back; rename that adapter")
         hot = _named(args.hot)[0] if args.hot else None
         if args.trace:
-            hot = _choose(args.trace, adapters, hot)
+            hot = _choose(args.trace, adapters, hot, sys.stderr if args.json else sys.stdout)
         if hot is None:
             raise ConfigError("nothing to merge: give --hot, or a --trace in which merging an adapter pays")
         plan = ExportPlan(args.model, hot, adapters, args.out, args.compress, args.exact_ranks, args.samples)
@@ -170,6 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VLoraError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1
+    if args.json:
+        print(json.dumps({"out": str(args.out), "hot": hot, **asdict(report)}, indent=2))
+        return 0
     print(f"{args.out}: {hot} merged; verified against PEFT to {report.verified:.2f} of the rounding bound")
     for name, rank in report.ranks.items():
         note = " (changes nothing: the merged adapter's name and heads)" if name == hot else ""
@@ -186,12 +191,12 @@ def _named(argument: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-def _choose(trace: Path, adapters: Mapping[str, Path], hot: str | None) -> str | None:
+def _choose(trace: Path, adapters: Mapping[str, Path], hot: str | None, out: TextIO) -> str | None:
     ranks = {name: read_adapter(path).report.max_rank for name, path in adapters.items()}
     choices = rank_choices(read_trace(trace), ranks)
-    print("expected extra cost per token over the base linears:")
+    print("expected extra cost per token over the base linears:", file=out)
     for choice in choices:
-        print(f"  merge {choice.hot or 'nothing':20} {choice.cost:7.4f}   ({choice.share:.0%} of tokens)")
+        print(f"  merge {choice.hot or 'nothing':20} {choice.cost:7.4f}   ({choice.share:.0%} of tokens)", file=out)
     return hot or choices[0].hot
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME=DIR",
         help="of the routed adapter; by default what an earlier run of CONFIG wrote",
     )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(argv)
     from vlora_sgl.generate.processes import processes_of
     from vlora_sgl.generate.run import run
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     status = 1 if report["floors_broken"] else 0
     if not processes_of(config).is_main_process:
+        return status
+    if args.json:
+        print(json.dumps(report, indent=2, default=str))
         return status
     for row in report["datasets"]:
         verdict = "holds" if row["accuracy"] >= row["floor"] else "BROKEN"

@@ -1,4 +1,4 @@
-"""What reading an adapter found: returned by the load call, printed by ``vlora_sgl adapters inspect``, logged once."""
+"""What reading an adapter found: returned by the load call, printed by ``vlora inspect``, logged once."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class PeftLoraConfig:
         if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
             raise AdapterError(
                 f"{source}: init_lora_weights={init!r} changes the base weights; convert the adapter to plain LoRA, "
-                "with what was saved before training: vlora_sgl adapters convert TRAINED INITIAL OUTPUT"
+                "with what was saved before training: vlora convert TRAINED INITIAL OUTPUT"
             )
         if isinstance(init, str) and init.lower().startswith("loftq"):
             raise AdapterError(

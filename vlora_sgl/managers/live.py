@@ -7,7 +7,7 @@ look on, and no longer than ``WATCHED_S`` after the last: a step that nobody wat
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,11 +68,18 @@ class LiveSteps:
                 name_of(one.merged),
                 one.merged != one.before,
                 one.prefill,
-                {name_of(adapter): tokens for adapter, tokens in one.groups.items()},
+                _by_name(one.groups, name_of),
             ]
             for step, when, one in self._steps
             if step > number
         ]
+
+
+def _by_name(groups: Mapping[AdapterId, int], name_of: Callable[[AdapterId], str]) -> dict[str, int]:
+    tokens: Counter[str] = Counter()
+    for adapter, count in groups.items():  # combinations of the same adapters have one name
+        tokens[name_of(adapter)] += count
+    return dict(tokens)
 
 
 def names_of(refs: Mapping[str, Any]) -> Callable[[AdapterId], str]:

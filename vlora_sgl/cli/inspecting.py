@@ -1,59 +1,42 @@
-"""``vlora_sgl``: what one wants to know about adapters without starting a server.
-
-``vlora_sgl adapters inspect DIR [--model DIR]`` says what an adapter holds, whether it would load, and what it costs;
-``vlora_sgl adapters convert TRAINED INITIAL OUTPUT`` makes plain LoRA of one whose initialisation changed the base.
+"""``vlora inspect``: what an adapter holds, whether it would load, what it would cost. ``vlora convert``: a plain one of
+one whose initialisation changed the base.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
+from vlora_sgl.cli.result import Result
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import VLoraError
 from vlora_sgl.server_args import SLOT_UNIT
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; 0 if all is well, 1 if the adapter would be refused."""
-    parser = argparse.ArgumentParser(prog="vlora_sgl", description="Tools for V-LoRA adapters.")
-    groups = parser.add_subparsers(required=True, metavar="GROUP")
-    adapters = groups.add_parser("adapters", help="look into adapter directories")
-    commands = adapters.add_subparsers(required=True, metavar="COMMAND")
-    inspect = commands.add_parser("inspect", help="what is in it, would it load, what would it cost")
-    inspect.add_argument("directory", type=Path, help="a PEFT adapter directory")
-    inspect.add_argument("--model", type=Path, help="directory of the base model, to check shapes and depth against")
-    inspect.add_argument("--json", action="store_true", help="print the report as JSON")
-    inspect.set_defaults(run=_inspect)
-    convert = commands.add_parser("convert", help="PiSSA, OLoRA, CorDA or LoRA-GA to plain LoRA")
-    convert.add_argument("trained", type=Path, help="the adapter")
-    convert.add_argument("initial", type=Path, help="the adapter as it was saved before training")
-    convert.add_argument("output", type=Path, help="where the plain adapter goes; must not be there")
-    convert.set_defaults(run=_convert)
-    args = parser.parse_args(argv)
-    try:
-        args.run(args)
-    except VLoraError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 1
-    return 0
+def inspect(args: Namespace) -> Result:
+    """The report.
 
-
-def _inspect(args: argparse.Namespace) -> None:
+    Raises:
+        AdapterError: it would be refused.
+        ConfigError: ``--model`` is no model directory.
+    """
     report = inspect_adapter(args.directory, args.model)
-    print(json.dumps(report, indent=2) if args.json else _render(report))
+    return Result(report, _render(report))
 
 
-def _convert(args: argparse.Namespace) -> None:
+def convert(args: Namespace) -> Result:
+    """The plain adapter that was written.
+
+    Raises:
+        AdapterError: it cannot be made.
+    """
     from vlora_sgl.lora.convert import convert
 
     convert(args.trained, args.initial, args.output)
-    print(f"{args.output} is plain LoRA of rank {inspect_adapter(args.output)['max_rank']}")
+    report = inspect_adapter(args.output)
+    return Result(report, f"{args.output} is plain LoRA of rank {report['max_rank']}")
 
 
 def inspect_adapter(directory: Path, model: Path | None = None) -> JsonDict:
@@ -110,7 +93,3 @@ def _render(report: JsonDict) -> str:
         rows["device slot"] = f"{size} in one of rank {report['slot_rank']}, in proportion in a larger one"
     lines = [f"{label + ':':13}{value}" for label, value in rows.items()]
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""``vlora_sgl adapters inspect`` tells what loads, what not and why, and the cost."""
+"""``vlora inspect`` tells what loads, what not and why, and the cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_inspect_prints_what_matched_and_the_cost(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_adapter(tiny_model("qwen2"), tmp_path, target_modules=["q_proj", "v_proj"])
-    assert main(["adapters", "inspect", str(tmp_path), "--model", str(model_dir), "--json"]) == 0
+    assert main(["inspect", str(tmp_path), "--model", str(model_dir), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["modules"] == {"q_proj": 3, "v_proj": 3}
     hidden, kv = TEXT["hidden_size"], TEXT["hidden_size"] // 2
@@ -30,7 +30,7 @@ def test_inspect_prints_what_matched_and_the_cost(
     assert report["nbytes"] == 4 * factors
     assert report["slot_rank"] == 16  # for an adapter of rank 4
     assert report["slot_bytes"] in (4 * 2 * factors, 4 * 4 * factors)  # by the dtype the configuration names
-    assert main(["adapters", "inspect", str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path)]) == 0
     assert "12, all matched" in capsys.readouterr().out
 
 
@@ -38,10 +38,10 @@ def test_inspect_says_why_it_would_be_refused(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_adapter(tiny_model("qwen2"), tmp_path, target_modules=["q_proj"], use_dora=True)
-    assert main(["adapters", "inspect", str(tmp_path), "--model", str(model_dir)]) == 1
+    assert main(["inspect", str(tmp_path), "--model", str(model_dir)]) == 1
     assert "refused:" in (error := capsys.readouterr().err) and "DoRA" in error
 
 
 def test_inspect_says_when_the_model_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["adapters", "inspect", str(tmp_path), "--model", str(tmp_path)]) == 1
+    assert main(["inspect", str(tmp_path), "--model", str(tmp_path)]) == 1
     assert "not a model directory" in capsys.readouterr().err
