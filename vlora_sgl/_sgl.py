@@ -215,6 +215,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "Scheduler.get_new_batch_prefill": ("self", "running_batch"),
     "Scheduler.get_next_batch_to_run": ("self", "running_batch", "last_batch"),
     "Scheduler.set_internal_state": ("self", "recv_req"),
+    "TokenizerManager.collect_metrics": ("self", "state", "recv_obj", "i"),
     "decide_request_auth": ("method", "path"),
     "Scheduler.get_internal_state": ("self", "recv_req"),
     "Scheduler.process_batch_result": ("self", "batch", "result"),

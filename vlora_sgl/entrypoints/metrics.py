@@ -1,14 +1,18 @@
-"""``GET /metrics``: SGLang's, and our gauges as they are at that moment."""
+"""``GET /metrics``: SGLang's, our gauges as they are at that moment, and what was counted by adapter."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 from vlora_sgl import _sgl, seams
-from vlora_sgl.managers.metrics import Sample, Scrape, samples_of
+from vlora_sgl.managers.meters import families, lora_requests_info
+from vlora_sgl.managers.metrics import Sample, Scrape, label_of, samples_of
 from vlora_sgl.seams import Place
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 PATIENCE_S = 5.0
 """How long a scrape waits for an engine that is in the middle of an iteration; Prometheus gives up after 10 s."""
@@ -22,16 +26,22 @@ async def metrics(scope: MutableMapping[str, Any], receive: Any, send: Any) -> N
     labels = {"model_name": manager.served_model_name, **(manager.server_args.extra_metric_labels or {})}
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    registry.register(Scrape(labels, await _samples(manager)))
+    registry.register(Scrape(labels, *await _found(manager, labels)))
     await make_asgi_app(registry=registry)(scope, receive, send)
 
 
-async def _samples(manager: Any) -> Iterable[Sample]:
+async def _found(manager: Any, labels: Mapping[str, str]) -> tuple[Iterable[Sample], Iterable[Metric]]:
+    """The gauges, and what is counted by adapter."""
+    loaded = manager.lora_ref_cache.keys()
+    meters = {label_of(name, loaded): meter for name, meter in manager.meters.of_loaded(loaded).items()}
+    others = [*families(labels, meters)]
     try:
         state, adapters = await asyncio.wait_for(manager.state_and_adapters(), PATIENCE_S)
     except TimeoutError:
-        return [("engine_answers", 0, {})]
-    return samples_of(state, adapters)
+        return [("engine_answers", 0, {})], others
+    if state["plan"] is not None:
+        others.append(lora_requests_info(state["plan"]["requests"], manager.server_args.max_loras_per_batch - 1))
+    return samples_of(state, adapters), others
 
 
 def mount() -> None:

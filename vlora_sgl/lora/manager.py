@@ -176,13 +176,16 @@ class VLoraManager(_sgl.LoRAManager):
         result = super()._unload_lora_adapter(lora_ref)
         if lora_ref.lora_id not in self.loras:
             self._store.forget(lora_ref.lora_id)
+            self.residency.unloaded(lora_ref.lora_id)
         return result
 
     def adapter_state(self) -> dict[str, JsonDict]:
-        """What ``/server_info`` shows of every adapter in memory, by id; ``never_merged`` says why, if it is not."""
+        """What ``/server_info`` shows of every adapter in memory, by id; ``never_merged`` says why, if it is not, and
+        ``loads`` how often it came to a slot."""
         state = self._store.state()
         for adapter, shown in state.items():
             shown["never_merged"] = self.refusal(adapter) if self.can_merge else None
+            shown["loads"] = self.residency.loads[adapter]
         return state
 
     def names(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ that all tensor-parallel ranks evict alike.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 
 from vlora_sgl.core import AdapterId, JsonDict
@@ -21,6 +21,7 @@ class SlotResidency:
         hits: uses of an adapter by a batch that found it in its slot.
         misses: uses that had to load it first.
         evictions: adapters that lost their slot to another.
+        loads: the same by adapter, of those that are loaded.
         reloads: misses of an adapter evicted within the last ``memory`` evictions: thrash, once it nears ``misses``.
 
     Args:
@@ -29,6 +30,7 @@ class SlotResidency:
 
     def __init__(self, memory: int) -> None:
         self.hits = self.misses = self.evictions = self.reloads = 0
+        self.loads: Counter[str] = Counter()
         self._memory = memory
         self._resident: OrderedDict[str, None] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, None] = OrderedDict()
@@ -54,6 +56,7 @@ class SlotResidency:
             self._resident.move_to_end(uid)
             return
         self.misses += 1
+        self.loads[uid] += 1
         self.reloads += uid in self._evicted
         self._evicted.pop(uid, None)
         self._resident[uid] = None
@@ -75,6 +78,10 @@ class SlotResidency:
         """Forget an adapter that lost its slot or was unloaded."""
         if uid is not None:
             self._resident.pop(uid, None)
+
+    def unloaded(self, uid: str) -> None:
+        """An adapter has left memory: forget how often it was loaded."""
+        self.loads.pop(uid, None)
 
     def state(self) -> JsonDict:
         """Figures for ``/server_info`` and the metrics."""

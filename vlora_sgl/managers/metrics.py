@@ -7,10 +7,10 @@ they travel through files, which keep every value that was ever set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vlora_sgl.core import JsonDict
+from vlora_sgl.core import AdapterId, JsonDict
 
 if TYPE_CHECKING:
     # Not while running: prometheus_client decides at import whether its values go to files.
@@ -32,6 +32,7 @@ GAUGES: dict[str, tuple[str, ...]] = {
     ),
     "slot_misses": ("Uses of an adapter that had to load it.",),
     "slot_reloads": ("Loads of an adapter evicted a moment ago: slot thrash.",),
+    "adapter_loads": ("Times that a loaded adapter came to a device slot.", "adapter"),
     "adapter_requests": ("Requests of a loaded adapter, or of the base model.", "adapter", "state"),
     "combined_requests": ("Requests that combine adapters; each counts for every one of them as well.", "state"),
     "unloaded_requests": ("Requests of adapters that were unloaded while they ran.", "state"),
@@ -59,24 +60,31 @@ class Scrape:
     Args:
         labels: what every gauge has.
         samples: by the names in ``GAUGES``.
+        others: what is no gauge of those.
     """
 
-    def __init__(self, labels: Mapping[str, str], samples: Iterable[Sample]) -> None:
-        self._labels, self._samples = dict(labels), samples
+    def __init__(self, labels: Mapping[str, str], samples: Iterable[Sample], others: Iterable[Metric] = ()) -> None:
+        self._labels, self._samples, self._others = dict(labels), samples, others
 
     def collect(self) -> Iterator[Metric]:
-        """The gauges that have a sample."""
+        """The gauges that have a sample, and the others."""
         from prometheus_client.core import GaugeMetricFamily
 
         found: dict[str, GaugeMetricFamily] = {}
         for name, value, labels in self._samples:
             text, *more = GAUGES[name]
             family = found.setdefault(name, GaugeMetricFamily(f"vlora:{name}", text, labels=[*self._labels, *more]))
-            family.add_metric([_printable(one) for one in (*self._labels.values(), *map(labels.get, more))], value)
+            family.add_metric([printable(one) for one in (*self._labels.values(), *map(labels.get, more))], value)
         yield from found.values()
+        yield from self._others
 
 
-def _printable(label: object) -> str:
+def label_of(name: AdapterId, loaded: Collection[str]) -> str:
+    """The label ``adapter`` of the base model or of a loaded adapter."""
+    return printable(name) if name is not None else BASE if BASE not in loaded else ""
+
+
+def printable(label: object) -> str:
     return str(label).encode(errors="backslashreplace").decode()  # Prometheus reads UTF-8, which not every name has
 
 
@@ -129,12 +137,13 @@ def _adapters(adapters: Sequence[JsonDict]) -> Iterator[Sample]:
         yield "adapters", sum(row["residency"] == tier for row in adapters), {"tier": tier}
     for row in adapters:
         yield "adapter_residency", 1, {"adapter": row["name"], "tier": row["residency"]}
+        yield "adapter_loads", row.get("loads", 0), {"adapter": row["name"]}
 
 
 def _requests(loaded: set[str], requests: Mapping[str, Mapping[str, int]]) -> Iterator[Sample]:
     """Requests by state and adapter; the base model's key is the empty name."""
     for state, counts in requests.items():
-        yield "adapter_requests", counts.get("", 0), {"adapter": BASE if BASE not in loaded else "", "state": state}
+        yield "adapter_requests", counts.get("", 0), {"adapter": label_of(None, loaded), "state": state}
         for name in loaded:
             yield "adapter_requests", counts.get(name, 0), {"adapter": name, "state": state}
         gone = sum(count for name, count in counts.items() if name and name not in loaded)

@@ -22,6 +22,7 @@ from vlora_sgl._sgl_types import (
     TokenizedGenerateReqInput,
     UnloadLoRAAdapterReqInput,
 )
+from vlora_sgl.combined import members
 from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.heads.requests import answer_text, check_head_requests
 from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
@@ -29,6 +30,7 @@ from vlora_sgl.managers import live, tensor_pickle
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, Reply
 from vlora_sgl.managers.admission import Limits, RequestGate
 from vlora_sgl.managers.ended_requests import LingeringStates
+from vlora_sgl.managers.meters import Meters
 from vlora_sgl.managers.model_names import NAMED
 from vlora_sgl.managers.shutdown import Shutdown
 from vlora_sgl.managers.stopping import show_regex
@@ -56,9 +58,11 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         shutdown: the end of a server that is told to stop.
         markers: what stands for an image in a prompt.
         words: tells a user's words from special tokens.
+        meters: what was answered, by adapter.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
+        self.meters = Meters()
         self.shutdown = Shutdown(self, VLoraArgs.from_environment().drain_seconds)
         super().__init__(*args, **kwargs)
         seams.own("TokenizerManager.rid_to_state", self, LingeringStates())
@@ -189,10 +193,15 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         asked = obj.lora_path
         obj.lora_id = None  # the engine's own name for an adapter; an id that it does not know would end it
         answers = super().generate_request(obj, request)
+        out: JsonDict | list[JsonDict] = []
         try:
             async for out in answers:
                 show_all(out, asked, getattr(obj, "parallel_sample_num", 1))
                 yield out
+        except (GeneratorExit, asyncio.CancelledError):
+            if self.enable_metrics and not has_ended(out):  # else the route just has what it wanted
+                self._count_aborted(asked)
+            raise
         finally:
             await answers.aclose()
             self.adapters.registry.let_go(obj.lora_id)
@@ -209,6 +218,27 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
             reason = _sgl.FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError").to_json()
             for rid in recv_obj.rids:
                 self._handle_abort_req(_sgl.AbortReq(rid=rid, finished_reason=reason))
+
+    def collect_metrics(self, state: Any, recv_obj: Any, i: int) -> None:
+        """SGLang's, with ``--enable-metrics`` only; a request that has ended counts for its adapter, too."""
+        super().collect_metrics(state, recv_obj, i)
+        if state.finished:
+            times, reason = state.time_stats, recv_obj.finished_reasons[i] or {}
+            first, whole = times.get_first_token_latency(), times.get_e2e_latency()
+            counts = recv_obj.prompt_tokens[i], (recv_obj.completion_tokens or [0] * (i + 1))[i]
+            for name in members([state.obj.lora_path]):
+                self.meters.finished(name, reason.get("type", "stop"), *counts, first, whole)
+
+    def _handle_abort_req(self, recv_obj: Any) -> None:
+        """SGLang's; it counts for the adapter of the request, too."""
+        state = self.rid_to_state.get(recv_obj.rid)
+        if state is not None and self.enable_metrics and not state.finished:
+            self._count_aborted(getattr(state.obj, "lora_path", None))
+        super()._handle_abort_req(recv_obj)
+
+    def _count_aborted(self, asked: str | Sequence[str | None] | None) -> None:
+        for name in members(asked if isinstance(asked, list) else [asked]):
+            self.meters.aborted(name)
 
     # Others ask and change
 
@@ -311,6 +341,12 @@ def serve_from_exported(obj: Any, asked: Sequence[RequestParams], exported: Expo
     # SGLang made these before, and releases adapters by them.
     for index, one in obj.__dict__.get("_sub_obj_cache", {}).items():
         one.lora_path = served[index]
+
+
+def has_ended(output: JsonDict | list[JsonDict]) -> bool:
+    """Whether an answer, or each of a batch's, is whole."""
+    answers = output if isinstance(output, list) else [output]
+    return bool(answers) and all(one.get("meta_info", {}).get("finish_reason") for one in answers)
 
 
 def show_all(output: JsonDict | list[JsonDict], names: str | Sequence[str | None] | None, answers: int = 1) -> None:
