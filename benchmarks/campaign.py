@@ -78,6 +78,7 @@ JOBS = (
     Job("routing", f"{KERNELS}.bench_token_routing", 180),
     Job("switch", f"{KERNELS}.bench_switch", 60),
     Job("load", f"{KERNELS}.bench_load", 30),
+    Job("page", f"{SERVING}.bench_page --step", 420, alone=True),
     Job("search", f"{KERNELS}.bench_search --out {{out}}/tiles.json", 1800),
 )
 
