@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from vlora_sgl.kernels.merge import MergeTable, MergeTarget, MergeTile, merge_reference, ulp_distance
+from vlora_sgl.kernels.merge import BiasTarget, MergeTable, MergeTarget, MergeTile, merge_reference, ulp_distance
 from vlora_sgl.kernels.merge import kernel as merge_kernel
 
 SLOTS, MAX_RANK = 3, 136  # wider than one block of the kernel's rank loop
@@ -71,6 +72,39 @@ def test_merge_is_the_rounded_float64_sum(device: torch.device, dtype: torch.dty
         bound = (rank + 2) * 2.0**-24 * (t.base_weights.double().abs() + 0.37 * b.double().abs() @ a.double().abs())
         exact = t.base_weights.double() + 0.37 * (b.double() @ a.double())
         assert ((t.weight.double() - exact).abs() <= bound + torch.finfo(dtype).eps / 2 * exact.abs() + 1e-7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_rows_with_factors_are_the_rounded_float64_product(device: torch.device, dtype: torch.dtype) -> None:
+    """DoRA: the slot's own factors, NaN in every other's; plain merges and biases between."""
+    plain = table(device, dtype)
+    n = sum(t.weight.shape[0] for t in plain.targets)
+    vectors = torch.full((SLOTS, 2, n), torch.nan, device=device)
+    vectors[2] = 0.5 + torch.rand(2, n, device=device)
+    bias = torch.randn(n, device=device).to(dtype)
+    targets, at = [], 0
+    for t in plain.targets:
+        targets.append(replace(t, factors=vectors[:, 0, at : at + t.weight.shape[0]]))
+        at += t.weight.shape[0]
+    merge = MergeTable(targets, plain.tile, [BiasTarget(bias, bias.clone(), vectors[:, 1])])
+    base = bias.clone()
+    merge.merge(merge.groups, slot=1, rank=20, scaling=0.37, vectors=2)
+    for t in merge.targets:
+        a, b = t.operands(slot=1, rank=20)
+        assert t.factors is not None
+        expected = merge_reference(t.base_weights, a, b, 0.37, t.factors[2])
+        without = merge_reference(t.base_weights, a, b, 0.37)
+        assert (expected - without).abs().max() > 0.3
+        torch.testing.assert_close(t.weight, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-4)
+    torch.testing.assert_close(bias, (base.double() + vectors[2, 1].double()).to(dtype))
+    merge.merge(merge.groups, slot=1, rank=20, scaling=0.37)
+    assert torch.equal(bias, base), "a plain merge leaves no bias shifted"
+    plain.merge(plain.groups, slot=1, rank=20, scaling=0.37)
+    for ours, theirs in zip(merge.targets, plain.targets, strict=True):
+        assert torch.equal(ours.weight, theirs.weight), "and its weights are those of a table without factors"
+    merge.merge(merge.groups, slot=1, rank=20, scaling=0.37, vectors=2)
+    merge.restore(merge.groups)
+    assert torch.equal(bias, base) and all(torch.equal(t.weight, t.base_weights) for t in merge.targets)
 
 
 def test_a_merge_touches_only_its_groups(device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch
 from vlora_sgl.kernels.atmm import launch
 from vlora_sgl.kernels.atmm.launch import tiles_of
 from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_silu_reference, atmm_torch
-from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_ROWS, Group, Pairs, Routing, make_routing
+from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_ROWS, Group, Pairs, Routing, Vectors, make_routing
 from vlora_sgl.kernels.tiling import TilingTable
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Group",
     "Pairs",
     "Routing",
+    "Vectors",
     "atmm",
     "atmm_linear",
     "atmm_reference",
@@ -49,6 +50,7 @@ def atmm(
     routing: Routing,
     offsets: Sequence[int],
     table: TilingTable | None = None,
+    vectors: Vectors | None = None,
 ) -> torch.Tensor:
     """``y[t, o[c]:o[c+1]] += sum_j g[t, j] * (x[t] A_jc^T) B_jc^T``, in place.
 
@@ -61,6 +63,7 @@ def atmm(
         routing: which slots apply to which rows, and the slots' ranks and scalings.
         offsets: C + 1 bounds of the stacked projections' columns, from 0 to N.
         table: tiles to use instead of the device's own table.
+        vectors: of the slots that have them, and the bias that y contains; read where rows of the routing are marked.
 
     Returns:
         y.
@@ -68,13 +71,14 @@ def atmm(
     Raises:
         ValueError: shapes, strides or dtypes that do not fit.
     """
-    launch.check(y, x, a, b, routing, offsets)
+    launch.check(y, x, a, b, routing, offsets, vectors)
+    vectors = _wanted(vectors, routing)
     if not routing.rows:
         return y
     if not on_kernels(x.device):
-        return atmm_torch(y, x, a, b, routing, offsets)
+        return atmm_torch(y, x, a, b, routing, offsets, vectors)
     end = "expand" if routing.gates is not None else "grouped_expand"
-    return launch.run(tiles_of(end, a, b, routing, table), (y, x, a, b, routing, offsets))
+    return launch.run(tiles_of(end, a, b, routing, table), (y, x, a, b, routing, offsets), vectors=vectors)
 
 
 def atmm_linear(
@@ -86,29 +90,33 @@ def atmm_linear(
     routing: Routing,
     offsets: Sequence[int],
     table: TilingTable | None = None,
+    vectors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x W^T + bias`` plus ``atmm``: [M, N], freshly allocated.
 
     Few rows take the shrink and, beside it, the base GEMM that ends with the expand. Many rows take the expand first,
     written not accumulated, and let the library's GEMM accumulate onto it (beta = 1): one pass less over the rows with
     adapters, but one more over those without. So where those are many (a mixture with many hot rows), the GEMM comes
-    first.
+    first; and where rows have vectors, because those change the GEMM's result.
 
     Args:
         weight: [N, K] base weight; bias: [N] or None. The others as in ``atmm``; N must equal ``offsets[-1]``.
+        vectors: of the slots, as ``Vectors`` has them.
 
     Raises:
         ValueError: shapes, strides or dtypes that do not fit.
     """
     if weight.shape != (offsets[-1], x.shape[1]):
         raise ValueError(f"weight must be [{offsets[-1]}, {x.shape[1]}], got {tuple(weight.shape)}")
-    if not on_kernels(x.device) or not routing.rows:
-        return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
+    given = None if vectors is None else Vectors(vectors, bias)
+    if not on_kernels(x.device) or not routing.rows or (routing.marks is not None and routing.gates is None):
+        return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table, given)
     y = x.new_empty((routing.rows, offsets[-1]))
-    launch.check(y, x, a, b, routing, offsets)
+    launch.check(y, x, a, b, routing, offsets, given)
     operands = y, x, a, b, routing, offsets
     if routing.gates is not None:
-        return launch.run(tiles_of("linear", a, b, routing, table), operands, weight=weight, bias=bias)
+        tiles, wanted = tiles_of("linear", a, b, routing, table), _wanted(given, routing)
+        return launch.run(tiles, operands, weight=weight, bias=bias, vectors=wanted)
     if routing.touched is not None and routing.touched < WRITE_FIRST_SHARE * routing.rows:
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
     launch.run(tiles_of("grouped_write", a, b, routing, table), operands, bias=bias)
@@ -123,6 +131,7 @@ def atmm_silu_and_mul(
     routing: Routing,
     offsets: Sequence[int],
     table: TilingTable | None = None,
+    vectors: Vectors | None = None,
 ) -> torch.Tensor:
     """``silu(gate) * up`` of the gate and up that ``atmm`` would leave in y: [M, I], freshly allocated.
 
@@ -136,7 +145,7 @@ def atmm_silu_and_mul(
     Raises:
         ValueError: shapes, strides or dtypes that do not fit; a routing for few rows; a device without kernels.
     """
-    launch.check(y, x, a, b, routing, offsets)
+    launch.check(y, x, a, b, routing, offsets, vectors)
     width = b.shape[1] // 2
     if tuple(offsets) != (0, width, 2 * width):
         raise ValueError(f"offsets must bound two projections of equal width, got {tuple(offsets)}")
@@ -144,7 +153,13 @@ def atmm_silu_and_mul(
         raise ValueError("the fused activation needs row tiles and a device with kernels: use atmm and an activation")
     if not routing.rows:
         return y.new_empty((0, width))
-    return launch.run(tiles_of("grouped_silu", a, b, routing, table), (y, x, a, b, routing, offsets))
+    operands = y, x, a, b, routing, offsets
+    return launch.run(tiles_of("grouped_silu", a, b, routing, table), operands, vectors=_wanted(vectors, routing))
+
+
+def _wanted(vectors: Vectors | None, routing: Routing) -> Vectors | None:
+    """The vectors, if any row of the batch needs them: else the kernels are those of a pool without."""
+    return None if routing.marks is None else vectors
 
 
 def on_kernels(device: torch.device) -> bool:

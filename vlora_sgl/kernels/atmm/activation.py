@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from vlora_sgl.kernels.atmm.kernel import _dot, _load_b, _pick
+from vlora_sgl.kernels.atmm.kernel import _dot, _load_b, _pick, _to_output, _to_product
 
 
 @triton.jit
@@ -25,6 +25,9 @@ def _silu_tile(
     words,
     row_live,
     k,
+    bias,
+    vectors,
+    row_words,
     b_slot,
     b_row,
     I: tl.constexpr,
@@ -33,6 +36,7 @@ def _silu_tile(
     PAIRS_P: tl.constexpr,
     BN: tl.constexpr,
     CUT: tl.constexpr,
+    V_SLOT: tl.constexpr,
 ):
     """One column tile of one row tile: both halves of y, their products, and the activation."""
     cols = number * BN + tl.arange(0, BN)
@@ -40,12 +44,19 @@ def _silu_tile(
     col_live = (cols < I)[:, None]
     gate = tl.load(y_ptrs + cols[None, :], mask=live, other=0.0).to(tl.float32)  # [BM, BN]
     up = tl.load(y_ptrs + (I + cols)[None, :], mask=live, other=0.0).to(tl.float32)
+    if vectors is not None:  # rows without them keep their bits
+        marked = row_words != 0
+        gate = tl.where(marked, _to_product(gate, bias, vectors, row_words, cols[None, :], live, V_SLOT, 2 * I), gate)
+        up = tl.where(marked, _to_product(up, bias, vectors, row_words, (I + cols)[None, :], live, V_SLOT, 2 * I), up)
     gate_rows = b_ptrs + cols.to(tl.int64)[:, None] * b_row  # [BN, RP]
     up_rows = b_ptrs + (I + cols).to(tl.int64)[:, None] * b_row
     for pair in tl.static_range(PAIRS):
         word = _pick(words, pair, PAIRS_P)
         gate = _dot(gate_lows[pair], _load_b(gate_rows, b_slot, word, col_live, k, R, CUT).T, gate)
         up = _dot(up_lows[pair], _load_b(up_rows, b_slot, word, col_live, k, R, CUT).T, up)
+    if vectors is not None:
+        gate = tl.where(marked, _to_output(gate, bias, vectors, row_words, cols[None, :], live, V_SLOT, 2 * I), gate)
+        up = tl.where(marked, _to_output(up, bias, vectors, row_words, (I + cols)[None, :], live, V_SLOT, 2 * I), up)
     act = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(act_ptrs + cols[None, :], act.to(act_ptrs.dtype.element_ty), mask=live)
 
@@ -59,6 +70,9 @@ def grouped_silu_kernel(
     tile_rows,
     tile_slots,
     n_tiles,
+    bias,
+    vectors,
+    marks,
     m,
     stride_act,
     stride_y,
@@ -75,6 +89,7 @@ def grouped_silu_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     PDL: tl.constexpr,
+    V_SLOT: tl.constexpr,
 ):
     """act[row] = silu(y_gate + sum_p h_p B_gate^T) * (y_up + sum_p h_p B_up^T) for every row of every tile.
 
@@ -92,6 +107,9 @@ def grouped_silu_kernel(
     row_live = ((rows >= 0) & (rows < m))[:, None]
     order = tl.arange(0, PAIRS_P)
     words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
+    row_words = None
+    if vectors is not None:
+        row_words = tl.load(marks + rows[:, None], mask=row_live, other=0)
     k = tl.arange(0, RP)
     h_ptrs = h + rows[:, None] * (2 * RP) + k[None, :]
     gate_lows = ()  # of each pair: [BM, RP]
@@ -108,18 +126,18 @@ def grouped_silu_kernel(
     if tl.max(words, 0) == 0:  # the base model's rows: no pairs, so that memory alone bounds them
         for number in tl.range(first, last, num_stages=STAGES):
             _silu_tile(
-                number, y_ptrs, act_ptrs, b_ptrs, (), (), words, row_live, k, b_slot, b_row,
-                I, R, 0, PAIRS_P, BN, False,
+                number, y_ptrs, act_ptrs, b_ptrs, (), (), words, row_live, k, None, None, None, b_slot, b_row,
+                I, R, 0, PAIRS_P, BN, False, V_SLOT,
             )  # fmt: skip
     elif tl.max((words >> 16) % 8, 0) == 0:
         for number in tl.range(first, last, num_stages=STAGES):
             _silu_tile(
-                number, y_ptrs, act_ptrs, b_ptrs, gate_lows, up_lows, words, row_live, k, b_slot, b_row,
-                I, R, PAIRS, PAIRS_P, BN, False,
+                number, y_ptrs, act_ptrs, b_ptrs, gate_lows, up_lows, words, row_live, k, bias, vectors, row_words,
+                b_slot, b_row, I, R, PAIRS, PAIRS_P, BN, False, V_SLOT,
             )  # fmt: skip
     else:
         for number in range(first, last):
             _silu_tile(
-                number, y_ptrs, act_ptrs, b_ptrs, gate_lows, up_lows, words, row_live, k, b_slot, b_row,
-                I, R, PAIRS, PAIRS_P, BN, True,
+                number, y_ptrs, act_ptrs, b_ptrs, gate_lows, up_lows, words, row_live, k, bias, vectors, row_words,
+                b_slot, b_row, I, R, PAIRS, PAIRS_P, BN, True, V_SLOT,
             )  # fmt: skip

@@ -101,6 +101,46 @@ def _load_b(b_ptrs, b_slot, word, col_live, k, R: tl.constexpr, CUT: tl.constexp
 
 
 @triton.jit
+def _vector(vectors, slots, cols, live, WHICH: tl.constexpr, V_SLOT: tl.constexpr, N: tl.constexpr):
+    """Factor (WHICH 0) or shift (1) of a slot in each of ``slots`` (1 + its number), where they broadcast with cols.
+
+    Where there is none, 0, it is what changes nothing.
+    """
+    ptrs = vectors + (slots - 1).to(tl.int64) * V_SLOT + WHICH * N + cols
+    return tl.load(ptrs, mask=live & (slots != 0), other=1.0 - WHICH)
+
+
+@triton.jit
+def _to_product(y, bias, vectors, words, cols, live, V_SLOT: tl.constexpr, N: tl.constexpr):
+    """The base model's product of outputs y (see ``row_routing.Vectors``); words and cols broadcast to y's shape."""
+    if bias is not None:
+        y -= tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)
+    return y / _vector(vectors, words >> 16, cols, live, 0, V_SLOT, N)
+
+
+@triton.jit
+def _to_output(acc, bias, vectors, words, cols, live, V_SLOT: tl.constexpr, N: tl.constexpr):
+    """Outputs of the base model's product and what the slots added to it; bias and shifts are added here."""
+    own = words & 0xFFFF
+    acc *= _vector(vectors, own, cols, live, 0, V_SLOT, N)
+    if bias is not None:
+        acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)
+    shift = _vector(vectors, own, cols, live, 1, V_SLOT, N)
+    return acc + (shift - _vector(vectors, words >> 16, cols, live, 1, V_SLOT, N))
+
+
+@triton.jit
+def _with_vectors(acc, before, bias, vectors, words, cols, live, V_SLOT: tl.constexpr, N: tl.constexpr):
+    """What the slots add, ``acc``, and the base layer's output ``before``, to the output of rows some of which have
+    vectors; the others are the sum."""
+    total = acc + before
+    if tl.max(words) != 0:
+        product = _to_product(before, bias, vectors, words, cols, live, V_SLOT, N) + acc
+        total = tl.where(words != 0, _to_output(product, bias, vectors, words, cols, live, V_SLOT, N), total)
+    return total
+
+
+@triton.jit
 def dense_shrink_kernel(
     x,
     a,
@@ -198,6 +238,8 @@ def dense_linear_kernel(
     active,
     partials,
     counters,
+    vectors,
+    marks,
     m,
     stride_x,
     stride_y,
@@ -221,6 +263,7 @@ def dense_linear_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
+    V_SLOT: tl.constexpr,
 ):
     """y = x W^T + bias + h B^T: the base GEMM with the expand as further reduction steps, behind a shrink.
 
@@ -228,6 +271,9 @@ def dense_linear_kernel(
     complete when the *shrink* starts its work: the shrink passes ``gdc_wait`` before it lets this kernel start.
     Split-K programs share out the slots as they share out K. Products are W x^T, whose wide side is the weights'
     (``wgmma`` takes 64 and more).
+
+    With ``vectors`` a row's product is divided by a merged adapter's factor before the slots' part joins it, in every
+    split alike, and the sum multiplied by the row's own factor at the end.
     """
     pid = tl.program_id(0)
     tile = pid // SPLIT
@@ -267,6 +313,12 @@ def dense_linear_kernel(
             xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
             wk = tl.load(w_ptrs + k[None, :], mask=col_live & (k < K)[None, :], other=0.0)
         acc = _dot(wk, xk.T, acc)
+    if vectors is not None:
+        row_words = tl.load(marks + rows, mask=row_live, other=0)[None, :]
+        live = row_live[None, :] & col_live
+        marked = tl.max(row_words) != 0
+        if marked:
+            acc = _to_product(acc, None, vectors, row_words, cols[:, None], live, V_SLOT, O4)
     if PDL:
         gdc_wait()
     # .cg: another multiprocessor has just written h.
@@ -287,6 +339,9 @@ def dense_linear_kernel(
         if _leave_split(acc, own, spot, split, counters + tile, BM * BN) != SPLIT - 1:
             return
         acc = _sum_splits(own, spot, counters + tile, BM * BN, SPLIT)
+    if vectors is not None:  # noqa: SIM102 - the one is known when the kernel is compiled, the other when it runs
+        if marked:
+            acc = _to_output(acc, None, vectors, row_words, cols[:, None], live, V_SLOT, O4)
     if HAS_BIAS:
         acc += tl.load(bias + cols, mask=cols < end, other=0.0).to(tl.float32)[:, None]
     y_ptrs = y + rows.to(tl.int64)[None, :] * stride_y + cols[:, None]
@@ -299,6 +354,9 @@ def dense_expand_kernel(
     b,
     h,
     active,
+    bias,
+    vectors,
+    marks,
     m,
     stride_y,
     b_slot,
@@ -316,8 +374,12 @@ def dense_expand_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     PDL: tl.constexpr,
+    V_SLOT: tl.constexpr,
 ):
-    """y += h B^T for all rows and every active slot: one program per tile of columns, slots in a pipelined loop."""
+    """y += h B^T for all rows and every active slot: one program per tile of columns, slots in a pipelined loop.
+
+    ``bias``, what y holds of it, is there with ``vectors`` only.
+    """
     part, n0, end = _locate(tl.program_id(0), BN, O1, O2, O3, O4)
     cols = n0 + tl.arange(0, BN)
     col_live = (cols < end)[:, None]
@@ -356,7 +418,11 @@ def dense_expand_kernel(
             b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k, R, True)
             low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
             acc = _dot(low, b_tile.T, acc)
-    acc += before.to(tl.float32)
+    if vectors is not None:
+        row_words = tl.load(marks + rows, mask=rows < m, other=0)[:, None]
+        acc = _with_vectors(acc, before.to(tl.float32), bias, vectors, row_words, cols[None, :], live, V_SLOT, O4)
+    else:
+        acc += before.to(tl.float32)
     tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask=live)
 
 
@@ -453,6 +519,8 @@ def _expand_tile(
     words,
     row_live,
     k,
+    vectors,
+    row_words,
     b_slot,
     b_row,
     h_pair,
@@ -469,6 +537,7 @@ def _expand_tile(
     BM: tl.constexpr,
     BN: tl.constexpr,
     CUT: tl.constexpr,
+    V_SLOT: tl.constexpr,
 ):
     """One column tile of one row tile: y (+)= sum_p h_p B_p^T (+ bias)."""
     part, n0, end = _locate(number, BN, O1, O2, O3, O4)
@@ -483,10 +552,13 @@ def _expand_tile(
         b_tile = _load_b(rows_of_b, b_slot, word, (cols < end)[:, None], k, R, CUT)
         low = tl.load(h_ptrs + (pair * h_pair + part * RP), mask=row_live & (word != 0), other=0.0)
         acc = _dot(low, b_tile.T, acc)
-    if HAS_BIAS:
-        acc += tl.load(bias + cols, mask=cols < end, other=0.0).to(tl.float32)[None, :]
-    if ACCUMULATE:
-        acc += before.to(tl.float32)
+    if vectors is not None:
+        acc = _with_vectors(acc, before.to(tl.float32), bias, vectors, row_words, cols[None, :], live, V_SLOT, O4)
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias + cols, mask=cols < end, other=0.0).to(tl.float32)[None, :]
+        if ACCUMULATE:
+            acc += before.to(tl.float32)
     tl.store(y_ptrs + cols[None, :], acc.to(y_ptrs.dtype.element_ty), mask=live)
 
 
@@ -499,6 +571,8 @@ def grouped_expand_kernel(
     tile_rows,
     tile_slots,
     n_tiles,
+    vectors,
+    marks,
     m,
     stride_y,
     b_slot,
@@ -521,10 +595,12 @@ def grouped_expand_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     PDL: tl.constexpr,
+    V_SLOT: tl.constexpr,
 ):
     """y[row] (+)= sum_p h[p, row] B^T. Without ACCUMULATE every row of every tile is written, base rows with zeros
-    or the bias, so that the base GEMM can accumulate onto it. Grid (runs of RUN column tiles, row tiles): a program
-    writes one column tile while it loads the next one's B."""
+    or the bias, so that the base GEMM can accumulate onto it. ``vectors`` come with ACCUMULATE, and with the bias
+    that y holds already. Grid (runs of RUN column tiles, row tiles): a program writes one column tile while it loads
+    the next one's B."""
     t = tl.program_id(1)
     if PDL:
         gdc_wait()
@@ -538,6 +614,9 @@ def grouped_expand_kernel(
     row_live = ((rows >= 0) & (rows < m))[:, None]
     order = tl.arange(0, PAIRS_P)
     words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
+    row_words = None
+    if vectors is not None:
+        row_words = tl.load(marks + rows[:, None], mask=row_live, other=0)
     k = tl.arange(0, RP)
     first = tl.program_id(0) * RUN
     last = tl.minimum(first + RUN, N_TILES)
@@ -547,12 +626,12 @@ def grouped_expand_kernel(
     if tl.max((words >> 16) % 8, 0) == 0:
         for number in tl.range(first, last, num_stages=STAGES):
             _expand_tile(
-                number, y_ptrs, bias, b_ptrs, h_ptrs, words, row_live, k, b_slot, b_row, h_pair,
-                O1, O2, O3, O4, R, RP, PAIRS, PAIRS_P, ACCUMULATE, HAS_BIAS, BM, BN, False,
+                number, y_ptrs, bias, b_ptrs, h_ptrs, words, row_live, k, vectors, row_words, b_slot, b_row, h_pair,
+                O1, O2, O3, O4, R, RP, PAIRS, PAIRS_P, ACCUMULATE, HAS_BIAS, BM, BN, False, V_SLOT,
             )  # fmt: skip
     else:
         for number in range(first, last):
             _expand_tile(
-                number, y_ptrs, bias, b_ptrs, h_ptrs, words, row_live, k, b_slot, b_row, h_pair,
-                O1, O2, O3, O4, R, RP, PAIRS, PAIRS_P, ACCUMULATE, HAS_BIAS, BM, BN, True,
+                number, y_ptrs, bias, b_ptrs, h_ptrs, words, row_live, k, vectors, row_words, b_slot, b_row, h_pair,
+                O1, O2, O3, O4, R, RP, PAIRS, PAIRS_P, ACCUMULATE, HAS_BIAS, BM, BN, True, V_SLOT,
             )  # fmt: skip

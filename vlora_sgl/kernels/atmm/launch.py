@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 
 from vlora_sgl.kernels.atmm import activation, kernel
-from vlora_sgl.kernels.atmm.row_routing import Routing
+from vlora_sgl.kernels.atmm.row_routing import Routing, Vectors
 from vlora_sgl.kernels.devices import ARRIVALS, arrivals, early, is_hopper, shared_memory
 from vlora_sgl.kernels.tiling import Tile, TilingTable, pack, table_for
 
@@ -85,6 +85,7 @@ def run(
     *,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    vectors: Vectors | None = None,
     start: Start = launched,
 ) -> torch.Tensor:
     """Both launches of a call.
@@ -92,6 +93,7 @@ def run(
     Args:
         weight: of the base GEMM of ``linear``.
         bias: what ``linear`` and ``grouped_write`` add.
+        vectors: of the slots, where rows have marks; not for ``grouped_write``, which leaves x W^T to another.
         start: launches each kernel.
 
     Returns:
@@ -100,10 +102,19 @@ def run(
         returns the activation, [M, I], freshly allocated.
     """
     if tiles.end in ("linear", "expand"):
-        return _dense(tiles, operands, weight, bias, start)
+        return _dense(tiles, operands, weight, bias, vectors, start)
     if tiles.end == "grouped_silu":
-        return _grouped_silu(tiles, operands, start)
-    return _grouped(tiles, operands, bias, start)
+        return _grouped_silu(tiles, operands, vectors, start)
+    return _grouped(tiles, operands, bias, vectors, start)
+
+
+def _of_vectors(vectors: Vectors | None, routing: Routing) -> tuple[torch.Tensor | None, ...]:
+    """What kernels with vectors are given more: the bias that y holds, the vectors, the rows' marks."""
+    return (None, None, None) if vectors is None else (vectors.bias, vectors.slots, routing.marks)
+
+
+def _vector_slot(vectors: Vectors | None) -> int:
+    return 0 if vectors is None else vectors.slots.stride(0)
 
 
 def _bounds(offsets: Sequence[int]) -> tuple[int, int, int, int]:
@@ -144,7 +155,13 @@ def _stages(tile: Tile, block_m: int, rp: int, pairs: int, x: torch.Tensor) -> i
 
 
 def check(
-    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Routing, offsets: Sequence[int]
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    routing: Routing,
+    offsets: Sequence[int],
+    vectors: Vectors | None = None,
 ) -> None:
     """Refuse tensors that do not fit each other.
 
@@ -170,10 +187,24 @@ def check(
             raise ValueError(f"{name} must be contiguous along its last dimension, got strides {tensor.stride()}")
         if tensor.dtype != x.dtype:
             raise ValueError(f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}")
+    if vectors is not None:
+        slots = vectors.slots
+        if slots.shape != (routing.slots, 2, n) or slots.stride()[1:] != (n, 1) or slots.dtype != torch.float32:
+            raise ValueError(
+                f"vectors must be float32 [{routing.slots}, 2, {n}], each slot's contiguous, got {slots.dtype} "
+                f"{tuple(slots.shape)} with strides {slots.stride()}"
+            )
+    if routing.marks is not None and vectors is None:
+        raise ValueError("rows are marked for vectors, and none were given")
 
 
 def _dense(
-    tiles: Tiles, operands: Operands, weight: torch.Tensor | None, bias: torch.Tensor | None, start: Start
+    tiles: Tiles,
+    operands: Operands,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    vectors: Vectors | None,
+    start: Start,
 ) -> torch.Tensor:
     y, x, a, b, routing, offsets = operands
     assert routing.gates is not None and routing.active is not None
@@ -196,19 +227,22 @@ def _dense(
     common = {
         "O1": o1, "O2": o2, "O3": o3, "O4": o4, "C": parts, "R": r, "RP": rp, "ACTIVE": active,
         "ACTIVE_P": triton.next_power_of_2(active), "STAGES": stages, "BM": block_m, "BN": expand.block_n, "PDL": pdl,
-        "num_warps": expand.warps, **extra,
+        "num_warps": expand.warps, "V_SLOT": _vector_slot(vectors), **extra,
     }  # fmt: skip
+    held_bias, slots_of_vectors, marks = _of_vectors(vectors, routing)
     if weight is None:
         start(
             kernel.dense_expand_kernel, (columns,),
-            y, b, h, routing.active, m, y.stride(0), b.stride(0), b.stride(1), num_stages=1, **common,
+            y, b, h, routing.active, held_bias, slots_of_vectors, marks, m, y.stride(0), b.stride(0), b.stride(1),
+            num_stages=1, **common,
         )  # fmt: skip
         return y
     expand = fitting(expand, block_m, x.itemsize, shared)
     start(
         kernel.dense_linear_kernel, (columns * expand.split_k,),
         x, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
-        arrivals(x.device, "linear"), m, x.stride(0), y.stride(0), weight.stride(0), b.stride(0), b.stride(1),
+        arrivals(x.device, "linear"), slots_of_vectors, marks, m, x.stride(0), y.stride(0), weight.stride(0),
+        b.stride(0), b.stride(1),
         K=k, HAS_BIAS=bias is not None, SPLIT=expand.split_k, BK=expand.block_k, num_stages=expand.stages, **common,
     )  # fmt: skip
     return y
@@ -244,7 +278,9 @@ def _grouped_shrink(
     return h
 
 
-def _grouped(tiles: Tiles, operands: Operands, bias: torch.Tensor | None, start: Start) -> torch.Tensor:
+def _grouped(
+    tiles: Tiles, operands: Operands, bias: torch.Tensor | None, vectors: Vectors | None, start: Start
+) -> torch.Tensor:
     y, x, a, b, routing, offsets = operands
     assert routing.tile_rows is not None and routing.tile_slots is not None and routing.n_tiles is not None
     parts, r = len(offsets) - 1, b.shape[2]
@@ -252,19 +288,21 @@ def _grouped(tiles: Tiles, operands: Operands, bias: torch.Tensor | None, start:
     (count, block_m), pairs = routing.tile_rows.shape, routing.tile_slots.shape[1]
     expand, h = tiles.expand, _grouped_shrink(x, a, r, parts, routing, tiles.shrink, start)
     n_tiles, pdl = _column_tiles(offsets, expand.block_n), is_hopper(x.device)
+    held_bias, slots_of_vectors, marks = _of_vectors(vectors, routing)
     start(
         kernel.grouped_expand_kernel, (-(-n_tiles // expand.run), count),
-        y, x if bias is None else bias, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles,
-        routing.rows, y.stride(0), b.stride(0), b.stride(1), h.stride(0),
+        y, held_bias if vectors is not None else x if bias is None else bias, b, h, routing.tile_rows,
+        routing.tile_slots, routing.n_tiles, slots_of_vectors, marks, routing.rows, y.stride(0), b.stride(0),
+        b.stride(1), h.stride(0),
         O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs),
         N_TILES=n_tiles, RUN=expand.run, STAGES=_stages(expand, block_m, rp, pairs, x),
         ACCUMULATE=tiles.end == "grouped_expand", HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
-        num_warps=expand.warps, num_stages=1, **early(pdl),
+        V_SLOT=_vector_slot(vectors), num_warps=expand.warps, num_stages=1, **early(pdl),
     )  # fmt: skip
     return y
 
 
-def _grouped_silu(tiles: Tiles, operands: Operands, start: Start) -> torch.Tensor:
+def _grouped_silu(tiles: Tiles, operands: Operands, vectors: Vectors | None, start: Start) -> torch.Tensor:
     y, x, a, b, routing, _ = operands
     assert routing.tile_rows is not None and routing.tile_slots is not None and routing.n_tiles is not None
     (_, n, r), (count, block_m), pairs = b.shape, routing.tile_rows.shape, routing.tile_slots.shape[1]
@@ -274,12 +312,13 @@ def _grouped_silu(tiles: Tiles, operands: Operands, start: Start) -> torch.Tenso
     held = 2 * block_m * rp * pairs * x.itemsize  # both halves of h
     stage = 2 * tile.block_n * (rp * pairs + block_m) * x.itemsize  # of B and of y
     stages = max(1, min(tile.stages, (min(_SHARED, shared_memory(x.device)) - held) // stage))
+    stages = stages if vectors is None else 1  # else their tiles, [BM, BN] of float32, would be kept for every stage
     start(
         activation.grouped_silu_kernel, (-(-width // (tile.block_n * tile.run)), count),
-        act, y, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles,
+        act, y, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles, *_of_vectors(vectors, routing),
         routing.rows, act.stride(0), y.stride(0), b.stride(0), b.stride(1), h.stride(0),
         I=width, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs), RUN=tile.run, STAGES=stages,
-        BM=block_m, BN=tile.block_n, PDL=pdl, num_warps=tile.warps, num_stages=1,
+        BM=block_m, BN=tile.block_n, PDL=pdl, V_SLOT=_vector_slot(vectors), num_warps=tile.warps, num_stages=1,
         **early(pdl),
     )  # fmt: skip
     return act

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,22 @@ Group = tuple[np.ndarray, Pairs]
 """Row numbers (int32, 1-D) and the (slot, weight) pairs all of them apply."""
 Run = tuple[Pairs, int]
 """``(pairs, n_rows)``: the next ``n_rows`` rows of the batch apply these (slot, weight) pairs."""
+
+
+class Vectors(NamedTuple):
+    """What adapters do to a linear's output beside adding to it, and the bias that a row's own part does not contain.
+
+    A row that applies slot s becomes ``factor[s] * (x W^T + its pairs) + bias + shift[s]`` (DoRA's m / |W + s B A|,
+    and trained biases). A row that takes slot m out has had its ``x W^T`` multiplied by ``factor[m]`` and ``shift[m]``
+    added, by a merge, and gets them taken out.
+
+    Attributes:
+        slots: [S, 2, N] float32, factor and shift of every slot; unread where a slot's adapter has none.
+        bias: [N], what the base layer adds, or ``None``.
+    """
+
+    slots: torch.Tensor
+    bias: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -44,6 +61,8 @@ class Routing:
         tile_gates: [T, P, BM] float32, weight x scaling per row (grouped kernels).
         n_tiles: [1] int32, tiles in use; T may be larger in a captured graph (grouped kernels).
         touched: rows that apply any slot; ``None`` in a captured graph, which must serve any number.
+        vectored: slots whose adapters have vectors (``Vectors``).
+        marks: [M] int32, which slots' vectors each row applies and takes out (``mark``); ``None`` where none can.
     """
 
     rows: int
@@ -59,6 +78,8 @@ class Routing:
     tile_gates: torch.Tensor | None = None
     n_tiles: torch.Tensor | None = None
     touched: int | None = None
+    vectored: Collection[int] = ()
+    marks: torch.Tensor | None = None
 
     @property
     def active_most(self) -> int:
@@ -94,6 +115,22 @@ def active_slots(groups: Iterable[tuple[object, Pairs]]) -> set[int]:
 def slot_word(place: int, rank: int) -> int:
     """Where a slot in use begins and its adapter's rank in one int32; never 0."""
     return place | rank << 16
+
+
+def mark(pairs: Pairs, vectored: Collection[int]) -> int:
+    """Of a row: 1 + the slot whose vectors it applies, and from bit 16 on 1 + the one whose it takes out; 0 for none.
+
+    Raises:
+        ValueError: a slot's vectors are to be applied by parts, or those of two slots to one row.
+    """
+    own = out = 0
+    for slot, weight in pairs if vectored else ():
+        if slot not in vectored:
+            continue
+        if abs(weight) != 1 or (own if weight > 0 else out):
+            raise ValueError(f"slot {slot} has vectors, which a row applies whole and alone; got {pairs}")
+        own, out = (slot + 1, out) if weight > 0 else (own, slot + 1)
+    return own | out << 16
 
 
 def check_slot(slot: int, ranks: Sequence[int]) -> None:
@@ -179,6 +216,7 @@ def make_routing(
     places: Sequence[int] | None = None,
     block: int | None = None,
     dense: bool | None = None,
+    vectored: Collection[int] = (),
 ) -> Routing:
     """Routing of one batch in fresh tensors.
 
@@ -191,6 +229,7 @@ def make_routing(
         places: index of each slot in the pool tensors, where that is not its number.
         block: rows per tile of the grouped kernels; by default what the groups' mean size asks for.
         dense: build the dense tables, or the grouped ones; by default what the rows and the slots in use ask for.
+        vectored: slots whose adapters have vectors.
 
     Raises:
         ValueError: as ``check_groups``.
@@ -213,4 +252,10 @@ def make_routing(
         routing.tile_rows, routing.tile_slots, routing.tile_gates = put(tile_rows), put(tile_slots), put(tile_gates)
         routing.n_tiles = put(np.asarray([len(tile_rows)], dtype=np.int32))
     routing.touched = sum(len(rows) for rows, pairs in groups if pairs)
+    marks = [mark(pairs, vectored) for _, pairs in groups]
+    if any(marks):
+        words = np.zeros(rows, dtype=np.int32)
+        for (numbers, _), word in zip(groups, marks, strict=True):
+            words[numbers] = word
+        routing.vectored, routing.marks = frozenset(vectored), put(words)
     return routing

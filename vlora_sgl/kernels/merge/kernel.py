@@ -22,7 +22,7 @@ import triton.language as tl
 
 from vlora_sgl.kernels.devices import shared_memory
 
-COLUMNS = 10  # int64 words of the table per target; the kernel names them
+COLUMNS = 12  # int64 words of the table per target; the kernel names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class MergeTarget:
             ``[i * r, (i + 1) * r)`` of its slot.
         lora_b: the rows of the module's B pool that belong to this slice, ``[slots, N, max_rank]``.
         slice_index: i above.
+        factors: the rows of the module's factors that belong to this slice, ``[slots, N]`` float32 (DoRA's
+            ``m / |W0 + s B A|``, numbered by slot); ``None`` where no adapter can have any.
     """
 
     name: str
@@ -48,6 +50,7 @@ class MergeTarget:
     lora_a: torch.Tensor
     lora_b: torch.Tensor
     slice_index: int = 0
+    factors: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         n, k = self.weight.shape
@@ -70,11 +73,28 @@ class MergeTarget:
         )
         if strides != ((k, 1), (k, 1), (k, 1), (1,)):
             raise ValueError(f"{self.name}: rows must be contiguous, got strides {strides}")
+        if self.factors is not None and (self.factors.shape[1:], self.factors.stride(1)) != ((n,), 1):
+            raise ValueError(f"{self.name}: factors must be rows of {n}, got {tuple(self.factors.shape)}")
 
     def operands(self, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``A [rank, K]`` and ``B [N, rank]`` of the adapter in ``slot``."""
         first = self.slice_index * rank
         return self.lora_a[slot, first : first + rank], self.lora_b[slot, :, :rank]
+
+
+@dataclass(frozen=True, slots=True)
+class BiasTarget:
+    """A bias that adapters are merged into.
+
+    Attributes:
+        bias: ``[N]``, written in place.
+        base_bias: its copy, as the base model has it.
+        shifts: ``[slots, N]`` float32, what each slot's adapter adds.
+    """
+
+    bias: torch.Tensor
+    base_bias: torch.Tensor
+    shifts: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +125,17 @@ TILES = {
 }
 
 
-@triton.jit(do_not_specialize=["slot"])  # or slot 1 would be a kernel of its own, compiled at its first switch
+@triton.jit(
+    do_not_specialize=["slot", "vector_slot"]
+)  # or slot 1 would be a kernel of its own, compiled at its first switch
 def _merge_kernel(
     like: tl.tensor,  # any pointer of the weights' element type; never read
+    factors_like: tl.tensor,  # a float32 pointer, never read, where rows have factors; else None
     table: tl.tensor,  # [targets, COLUMNS] int64
     tiles: tl.tensor,  # [programs, 2] int32: target, place within it (columns fastest)
     columns: tl.constexpr,
     slot: tl.tensor,
+    vector_slot: tl.tensor,  # which factors, where there are any
     rank: tl.tensor,
     scaling: tl.tensor,
     RESTORE: tl.constexpr,
@@ -172,6 +196,9 @@ def _merge_kernel(
                 )
                 acc = tl.dot(b_more, a_more, acc, input_precision=PRECISION)
             merged = base.to(tl.float32) + scaling * acc
+            if factors_like is not None:
+                factors = tl.load(row + 10).to(factors_like.dtype) + vector_slot * tl.load(row + 11)
+                merged *= tl.load(factors + rows, mask=rows < n, other=0.0)[:, None]
             tl.store(w + offsets, merged.to(like.dtype.element_ty), mask=inside)
             rows += BLOCK_N
 
@@ -182,15 +209,19 @@ class MergeTable:
     Args:
         targets: every mergeable matrix; order is free, targets of one group are best adjacent.
         tile: how the work is cut; the one of ``TILES`` when left out.
+        biases: what merges of adapters with vectors shift.
 
     Raises:
         ValueError: no targets, or targets on several devices or of several types.
     """
 
-    def __init__(self, targets: Sequence[MergeTarget], tile: MergeTile | None = None) -> None:
+    def __init__(
+        self, targets: Sequence[MergeTarget], tile: MergeTile | None = None, biases: Sequence[BiasTarget] = ()
+    ) -> None:
         if len({(t.weight.device, t.weight.dtype) for t in targets}) != 1:
             raise ValueError("a merge table needs at least one target, all on one device and of one type")
-        self.targets = tuple(targets)
+        self.targets, self.biases = tuple(targets), tuple(biases)
+        self._shifted = False
         self.groups = frozenset(t.group for t in targets)
         self.device = targets[0].weight.device
         self.dtype = targets[0].weight.dtype
@@ -204,7 +235,8 @@ class MergeTable:
     def _row(t: MergeTarget) -> list[int]:
         n, k = t.weight.shape
         addresses = [x.data_ptr() for x in (t.weight, t.base_weights, t.lora_a, t.lora_b)]
-        return [*addresses, n, k, t.lora_a.stride(0), t.lora_b.stride(0), t.lora_b.stride(1), t.slice_index]
+        factors = (0, 0) if t.factors is None else (t.factors.data_ptr(), t.factors.stride(0))
+        return [*addresses, n, k, t.lora_a.stride(0), t.lora_b.stride(0), t.lora_b.stride(1), t.slice_index, *factors]
 
     def _common_alignment(self) -> int:
         """The largest power of two of elements, at most 16 bytes, dividing all addresses and strides."""
@@ -222,25 +254,45 @@ class MergeTable:
         wanted = set(groups)
         return sum(2 * t.weight.numel() * t.weight.element_size() for t in self.targets if t.group in wanted)
 
-    def merge(self, groups: Iterable[str], *, slot: int, rank: int, scaling: float) -> None:
+    def merge(
+        self, groups: Iterable[str], *, slot: int, rank: int, scaling: float, vectors: int | None = None
+    ) -> None:
         """``W = round(W0 + scaling * B[slot] A[slot])`` for every target of ``groups``, on the current stream.
 
         The sum is taken in float32 in a fixed order, so the same operands give the same bits every time.
+
+        Args:
+            vectors: the number of the slot, for an adapter with vectors: each row is multiplied by its factor before
+                it is rounded, and every bias is shifted.
         """
         wanted = frozenset(groups)
+        self._shift(vectors)
         if self.device.type == "cuda" or _interpreted():
-            self._launch(wanted, slot=slot, rank=rank, scaling=scaling, restore=False)
+            self._launch(wanted, slot=slot, rank=rank, scaling=scaling, vectors=vectors, restore=False)
             return
         for t in self._members(wanted):
             a, b = t.operands(slot, rank)
             wide = torch.promote_types(t.weight.dtype, torch.float32)
-            t.weight.copy_(t.base_weights.to(wide) + scaling * (b.to(wide) @ a.to(wide)))
+            merged = t.base_weights.to(wide) + scaling * (b.to(wide) @ a.to(wide))
+            if vectors is not None and t.factors is not None:
+                merged *= t.factors[vectors][:, None].to(wide)
+            t.weight.copy_(merged)
+
+    def _shift(self, slot: int | None) -> None:
+        """Every bias as the base model's, with what the adapter in ``slot`` adds, if any does."""
+        if slot is not None:
+            for target in self.biases:
+                target.bias.copy_(target.base_bias + target.shifts[slot])
+        elif self._shifted:
+            torch._foreach_copy_([t.bias for t in self.biases], [t.base_bias for t in self.biases])
+        self._shifted = slot is not None and bool(self.biases)
 
     def restore(self, groups: Iterable[str]) -> None:
-        """``W = W0``, bit for bit, for every target of ``groups``, on the current stream."""
+        """``W = W0``, bit for bit, for every target of ``groups``, on the current stream; and every bias."""
         wanted = frozenset(groups)
+        self._shift(None)
         if self.device.type == "cuda" or _interpreted():
-            self._launch(wanted, slot=0, rank=0, scaling=0.0, restore=True)
+            self._launch(wanted, slot=0, rank=0, scaling=0.0, vectors=None, restore=True)
             return
         for t in self._members(wanted):
             t.weight.copy_(t.base_weights)
@@ -253,7 +305,8 @@ class MergeTable:
         smallest = [min(self.groups, key=lambda group: self.nbytes([group]))]
         rank = 16
         while rank < 2 * max_rank and self.device.type == "cuda":
-            self.merge(smallest, slot=0, rank=min(rank, max_rank), scaling=0.0)
+            for vectors in (None,) if self.targets[0].factors is None else (None, 0):
+                self.merge(smallest, slot=0, rank=min(rank, max_rank), scaling=0.0, vectors=vectors)
             rank *= 2
         self.restore(smallest)
 
@@ -261,6 +314,8 @@ class MergeTable:
         """Take the present weights as the base model's, after the base model was updated, on the current stream."""
         for t in self.targets:
             t.base_weights.copy_(t.weight)
+        for bias in self.biases:
+            bias.base_bias.copy_(bias.bias)
 
     def _members(self, groups: frozenset[str]) -> list[MergeTarget]:
         unknown = groups - self.groups
@@ -268,7 +323,16 @@ class MergeTable:
             raise ValueError(f"no merge targets in groups {sorted(unknown)}; there are {sorted(self.groups)}")
         return [t for t in self.targets if t.group in groups]
 
-    def _launch(self, groups: frozenset[str], *, slot: int, rank: int, scaling: float, restore: bool) -> None:
+    def _launch(
+        self,
+        groups: frozenset[str],
+        *,
+        slot: int,
+        rank: int,
+        scaling: float,
+        vectors: int | None,
+        restore: bool,
+    ) -> None:
         tile = self.tile
         steps = 1 if restore else tile.steps
         tiles = self._tiles_of(groups, steps)
@@ -278,10 +342,12 @@ class MergeTable:
         rank_blocks = triton.cdiv(rank, block_r)
         _merge_kernel[(tiles.shape[0],)](
             self.targets[0].weight,
+            None if vectors is None else self.targets[0].factors,
             self._table,
             tiles,
             COLUMNS,
             slot,
+            vectors or 0,
             rank,
             scaling,
             RESTORE=restore,

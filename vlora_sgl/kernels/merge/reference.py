@@ -10,20 +10,22 @@ def merge_reference(
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
     scaling: float,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``round(W0 + s B A)``: the sum in float64, rounded once to the weight's type.
+    """``round(g (W0 + s B A))``: the sum in float64, rounded once to the weight's type.
 
     Args:
         base_weights: ``W0``, ``[N, K]``.
         lora_a: ``[r, K]``.
         lora_b: ``[N, r]``.
         scaling: the adapter's ``s`` (alpha / r, or alpha / sqrt(r) for rsLoRA).
+        factors: ``g`` of each row, ``[N]``; 1 by default.
 
     Returns:
         ``[N, K]`` of the type of ``base_weights``.
     """
     exact = base_weights.double() + scaling * (lora_b.double() @ lora_a.double())
-    return exact.to(base_weights.dtype)
+    return (exact if factors is None else exact * factors.double()[:, None]).to(base_weights.dtype)
 
 
 def ulp_distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
