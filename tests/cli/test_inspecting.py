@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,9 +38,32 @@ def test_inspect_prints_what_matched_and_the_cost(
 def test_inspect_says_why_it_would_be_refused(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny_adapter(tiny_model("qwen2"), tmp_path, target_modules=["q_proj"], use_dora=True)
+    tiny_adapter(tiny_model("qwen2"), tmp_path, target_modules=["q_proj"])
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "use_qalora": True}))
     assert main(["inspect", str(tmp_path), "--model", str(model_dir)]) == 1
-    assert "refused:" in (error := capsys.readouterr().err) and "DoRA" in error
+    assert "refused:" in (error := capsys.readouterr().err) and "QA-LoRA" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"use_dora": True}, "note: DoRA: the rows of 3 modules' weights get the norms trained"),
+        ({"lora_bias": True}, "note: lora_bias: B of 3 modules has a bias"),
+        ({"bias": "all"}, "note: bias: those of 9 modules of the base model are replaced"),
+        (
+            {"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"},
+            "note: an activated LoRA: it starts at the last occurrence of the tokens [5, 6]",
+        ),
+    ],
+    ids=["dora", "lora_bias", "bias", "activated"],
+)
+def test_inspect_explains_what_is_more_than_plain_lora(
+    options: Any, note: str, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_adapter(tiny_model("qwen2"), tmp_path, target_modules=["q_proj"], **options)
+    assert main(["inspect", str(tmp_path), "--model", str(model_dir)]) == 0
+    assert note in capsys.readouterr().out
 
 
 def test_inspect_says_when_the_model_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

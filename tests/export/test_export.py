@@ -248,6 +248,23 @@ def test_adapters_with_an_invocation_start_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("which", ["hot", "narrow"])
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        ({"use_dora": True}, "DoRA's magnitudes"),
+        ({"lora_bias": True}, "biases of B"),
+        ({"bias": "all"}, "trained bias"),
+    ],
+)
+def test_what_is_no_low_rank_update_is_refused(options: Any, form: str, which: str, tmp_path: Path) -> None:
+    adapters = make_inputs(tmp_path, "qwen2", torch.float32)
+    tiny_adapter(tiny_model("qwen2"), adapters[which], target_modules=["q_proj"], **options)
+    with pytest.raises(ConfigError, match=f"{which} has {form}.*serve it on the original base"):
+        export(ExportPlan(tmp_path / "model", "hot", adapters, tmp_path / "out"), progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes"])
 def test_quantised_bases_are_refused_by_name(method: str, tmp_path: Path) -> None:
     adapters = make_inputs(tmp_path, "qwen2", torch.float32)

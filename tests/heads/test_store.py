@@ -52,6 +52,22 @@ def test_an_adapter_names_its_own_sequence(tmp_path: Path) -> None:
     assert read_description(tmp_path).invocation == (5, 6)
 
 
+def test_an_invocation_as_peft_writes_it(tmp_path: Path) -> None:
+    settings = tmp_path / "adapter_config.json"
+    settings.write_text(json.dumps({"peft_type": "LORA", "alora_invocation_tokens": [5, 6]}))
+    assert read_description(tmp_path).invocation == (5, 6), "without a description of ours"
+    save_heads(tmp_path, [])
+    assert read_description(tmp_path).invocation == (5, 6)
+    save_heads(tmp_path, [], invocation=(5, 6))
+    assert read_description(tmp_path).invocation == (5, 6)
+    save_heads(tmp_path, [], invocation="after_image")
+    with pytest.raises(HeadError, match=r"'after_image'.*alora_invocation_tokens.*\(5, 6\)"):
+        read_description(tmp_path)
+    settings.write_text(json.dumps({"peft_type": "LORA", "alora_invocation_tokens": [5, "6"]}))
+    with pytest.raises(HeadError, match="token ids"):
+        read_description(tmp_path)
+
+
 HEAD = {"name": "digit", "kind": "classify", "labels": ["0", "1"]}
 
 
@@ -63,6 +79,8 @@ HEAD = {"name": "digit", "kind": "classify", "labels": ["0", "1"]}
         ({"invocation": "before_image"}, "invocation"),
         ({"invocation": []}, "invocation"),
         ({"invocation": [True]}, "invocation"),
+        ({"invocation": [-1]}, "invocation"),
+        ({"invocation": [1 << 70]}, "invocation"),
         ({"prompt": 3}, "prompt"),
         ({"heads": {}}, "list"),
         ({"heads": [{**HEAD, "name": "a.b"}]}, "name"),

@@ -91,6 +91,71 @@ def test_every_form_of_targets_ranks_and_scales(form: str, tmp_path: Path) -> No
     assert_equals_peft(read_adapter(tmp_path, layout), peft, layout)
 
 
+MORE_THAN_LORA: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dora": ("llama", {"use_dora": True}, "DoRA"),
+    "dora_of_stacked": ("phi3", {"use_dora": True, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}, "DoRA"),
+    "dora_vl": ("qwen2_5_vl", {"use_dora": True}, "DoRA"),
+    "dora_with_patterns": (
+        "qwen2",
+        {"use_dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}, "use_rslora": True},
+        "DoRA",
+    ),
+    "lora_bias": ("llama", {"lora_bias": True}, "lora_bias"),
+    "lora_bias_vl": ("qwen2_5_vl", {"lora_bias": True, "alpha_pattern": {"q_proj": 3}}, "lora_bias"),
+    "bias_of_its_modules": ("qwen2_5_vl", {"bias": "lora_only"}, "bias:"),
+    "every_bias": ("qwen2", {"bias": "all", "target_modules": ["q_proj", "up_proj"]}, "bias:"),
+    "dora_and_biases": ("qwen2", {"bias": "lora_only", "use_dora": True}, "bias:"),
+}
+
+
+@pytest.mark.parametrize("form", MORE_THAN_LORA)
+def test_what_is_more_than_lora_reads_as_peft_applies_it(form: str, tmp_path: Path) -> None:
+    """Every linear's output in float64, by the formula that the engine serves."""
+    family, options, note = MORE_THAN_LORA[form]
+    base = tiny_model(family)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    layout = layout_of(family)
+    peft = tiny_adapter(base, tmp_path, **{"target_modules": LANGUAGE, **options}).double()
+    weights = read_adapter(tmp_path, layout)
+    assert weights.form is not None and any(text.startswith(note) for text in weights.report.notes)
+    seen = 0
+    for path, module in peft.base_model.model.named_modules():
+        name = canonical_name(path)
+        if name is None or layout.expected(name) is None or not hasattr(module, "in_features"):
+            continue
+        x = torch.randn(3, module.in_features, dtype=torch.float64)
+        linear = getattr(module, "base_layer", module)
+        torch.testing.assert_close(by_formula(x, weights, layout, name, linear), module(x))
+        seen += 1
+    assert seen == len(layout.paths) - 1, "every linear, and not the embedding"
+    again = dict(load_file(tmp_path / WEIGHTS))
+    key = next(k for k in again if "magnitude" in k or k.endswith("bias"))
+    again[key] = again[key] * 2
+    save_file(again, tmp_path / WEIGHTS)
+    assert read_adapter(tmp_path, layout).report.digest != weights.report.digest
+
+
+def by_formula(x: torch.Tensor, weights: AdapterWeights, layout: BaseLayout, name: str, linear: Any) -> torch.Tensor:
+    """``g (x W^T + s x A^T B^T) + b``, ``g = m / |W + s B A|``."""
+    parts = layout.parts_of(name)
+    sizes = [layout.shapes[part][0] for part in parts]
+    biases = [None] * len(parts) if linear.bias is None else linear.bias.split(sizes)
+    outputs = []
+    for part, total, bias in zip(parts, linear.weight.split(sizes), biases, strict=True):
+        pair, bias = weights.modules.get(part), weights.biases.get(part, bias)
+        total = total if pair is None else total + pair.delta()
+        y = x @ total.T
+        if pair is not None and pair.magnitude is not None:
+            y = y * pair.magnitude.double() / total.norm(dim=1)
+        if pair is not None and pair.bias is not None:
+            y = y + pair.scale * pair.bias.double()
+        outputs.append(y if bias is None else y + bias.double())
+    return torch.cat(outputs, dim=-1)
+
+
 def test_embedding_factors_read_as_a_linear_layers(tmp_path: Path) -> None:
     peft = tiny_adapter(tiny_model("llama"), tmp_path, target_modules=["embed_tokens"])
     weights = read_adapter(tmp_path, layout_of("llama"))
@@ -110,6 +175,7 @@ PREFIXES = [
     "base_model.model.language_model.model.",
     "base_model.model.model.language_model.model.",
     "base_model.model.",
+    "base_model.model.thinker.model.",
     "model.",
     "",
 ]
@@ -127,6 +193,43 @@ def test_every_key_prefix_in_use_means_the_same_adapter(prefix: str, tmp_path: P
     assert_equals_peft(renamed, peft, layout)
     assert renamed.report.prefixes == (prefix.rstrip("."),)
     assert renamed.report.digest == original.digest
+
+
+WRAPPED = {
+    "compiled": lambda key: f"_orig_mod.{key}",
+    "compiled_inside": lambda key: key.replace("model.language_model", "model._orig_mod.language_model"),
+    "fsdp_layers": lambda key: key.replace(".self_attn", "._fsdp_wrapped_module.self_attn"),
+    "checkpointed": lambda key: key.replace(".mlp", "._checkpoint_wrapped_module.mlp"),
+    "fsdp_linears": lambda key: key.replace(".lora_", "._fsdp_wrapped_module.lora_"),
+    "all": lambda key: f"_orig_mod.{key.replace('.', '._fsdp_wrapped_module.')}",
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_wrappers_that_trainers_leave_in_keys_mean_nothing(wrapper: str, tmp_path: Path) -> None:
+    layout = layout_of("qwen2_5_vl")
+    config = {"rank_pattern": {r"layers.1.self_attn.q_proj": 2}, "target_modules": LANGUAGE}
+    peft = tiny_adapter(tiny_model("qwen2_5_vl"), tmp_path, **config)
+    original = read_adapter(tmp_path, layout).report
+    tensors = load_file(tmp_path / WEIGHTS)
+    renamed = {WRAPPED[wrapper](key): t for key, t in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, tmp_path / WEIGHTS)
+    found = read_adapter(tmp_path, layout)
+    assert_equals_peft(found, peft, layout)
+    assert found.report == original
+    again = next(key for key in tensors if WRAPPED[wrapper](key) != key)
+    save_file({**renamed, again: tensors[again].clone()}, tmp_path / WEIGHTS)
+    with pytest.raises(AdapterError, match="a second tensor"):
+        read_adapter(tmp_path, layout)
+
+
+def test_a_talker_is_not_a_thinker(tmp_path: Path) -> None:
+    tiny_adapter(tiny_model("qwen2"), tmp_path, target_modules=["q_proj"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    save_file({k.replace("model.model.", "model.talker.model."): t for k, t in tensors.items()}, tmp_path / WEIGHTS)
+    with pytest.raises(AdapterError, match=r"fit no module.*talker"):
+        read_adapter(tmp_path)
 
 
 def test_a_stacked_adapter_splits_over_a_model_that_keeps_projections_apart(tmp_path: Path) -> None:
@@ -189,13 +292,54 @@ def first(tensors: dict[str, torch.Tensor], side: str) -> str:
     return next(k for k in sorted(tensors) if f"lora_{side}" in k)
 
 
+MAGNITUDE, ONES = "lora_magnitude_vector", torch.ones(32)
+
 REFUSALS: dict[str, tuple[Any, str]] = {
-    "dora": (lambda d: rewrite(d, use_dora=True), "DoRA"),
-    "lora_bias": (lambda d: rewrite(d, lora_bias=True), "lora_bias"),
-    "bias": (lambda d: rewrite(d, bias="all"), "bias='all'"),
+    "dora_without_magnitudes": (lambda d: rewrite(d, use_dora=True), "lora_magnitude_vector is missing"),
+    "dora_and_lora_bias": (lambda d: rewrite(d, use_dora=True, lora_bias=True), "use_dora does not go with lora_bias"),
+    "dora_and_alora": (
+        lambda d: rewrite(d, use_dora=True, alora_invocation_tokens=[1]),
+        "use_dora does not go with alora_invocation_tokens",
+    ),
+    "alora_and_bias": (
+        lambda d: rewrite(d, bias="all", alora_invocation_tokens=[1]),
+        "bias='all' does not go with alora_invocation_tokens",
+    ),
+    "lora_bias_without_biases": (lambda d: rewrite(d, lora_bias=True), "bias of lora_B is missing"),
+    "bias_of_another_method": (lambda d: rewrite(d, bias="boft_only"), "bias must be .*'boft_only'"),
+    "bias_of_the_tower": (
+        lambda d: (rewrite(d, bias="all"), _add(d, "base_model.model.model.visual.blocks.0.attn.qkv.bias")),
+        r"visual.blocks.0.attn.qkv.bias.*train with bias='lora_only'",
+    ),
+    "bias_of_a_norm": (
+        lambda d: (rewrite(d, bias="all"), _add(d, "base_model.model.model.layers.0.input_layernorm.bias")),
+        r"input_layernorm.bias.*bias='lora_only'",
+    ),
+    "bias_of_another_width": (
+        lambda d: (rewrite(d, bias="all"), _add(d, "base_model.model.model.layers.0.self_attn.q_proj.bias")),
+        r"q_proj.bias: expected \[32\], one number an output.*got \[4, 32\]",
+    ),
+    "bias_twice": (
+        lambda d: (
+            rewrite(d, bias="all"),
+            _add(d, "model.layers.0.self_attn.q_proj.bias", shape=(32,)),
+            _add(d, "model.layers.0.self_attn.q_proj.base_layer.bias", shape=(32,)),
+        ),
+        "a second bias for the same module",
+    ),
+    "bias_twice_by_another_name": (
+        lambda d: (
+            rewrite(d, bias="all"),
+            _add(d, "model.layers.0.self_attn.q_proj.bias", shape=(32,)),
+            _add(d, "layers.0.self_attn.q_proj.bias", shape=(32,)),
+        ),
+        "a second bias of layers.0.self_attn.q_proj",
+    ),
     "pissa": (lambda d: rewrite(d, init_lora_weights="pissa_niter_4"), "pissa_niter_4.*convert"),
     "olora": (lambda d: rewrite(d, init_lora_weights="olora"), "olora"),
-    "alora": (lambda d: rewrite(d, alora_invocation_tokens=[1, 2]), "alora_invocation_tokens=.*aLoRA"),
+    "alora_text": (lambda d: rewrite(d, alora_invocation_tokens="ab"), "alora_invocation_tokens.*token ids.*'ab'"),
+    "alora_negative": (lambda d: rewrite(d, alora_invocation_tokens=[1, -2]), r"alora_invocation_tokens.*\[1, -2\]"),
+    "alora_huge": (lambda d: rewrite(d, alora_invocation_tokens=[2**70]), "alora_invocation_tokens.*token ids"),
     "future_option": (lambda d: rewrite(d, use_next_years_trick=True), "use_next_years_trick"),
     "other_method": (lambda d: rewrite(d, peft_type="IA3"), "IA3"),
     "rank_zero": (lambda d: rewrite(d, r=0), "r must be a positive integer"),
@@ -236,8 +380,18 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "unknown_module": (lambda d: _rename(d, "q_proj", "query_key_value"), "no module layers.0.self_attn.query_key"),
     "unknown_prefix": (lambda d: _rename(d, "language_model.", "backbone."), "fit no module.*backbone.layers.0"),
     "unknown_tensor": (lambda d: _add(d, "base_model.model.gate.scale"), "fit no module.*base_model.model.gate.scale"),
-    "magnitude": (lambda d: _add(d, "base_model.model.layers.0.q_proj.lora_magnitude_vector"), "DoRA"),
-    "bias_tensor": (lambda d: _add(d, "model.layers.0.self_attn.q_proj.lora_B.bias"), "lora_bias"),
+    "magnitude": (
+        lambda d: retensor(d, change=lambda t: t.update({first(t, "A").replace("lora_A.weight", MAGNITUDE): ONES})),
+        "lora_magnitude_vector: the configuration does not set use_dora",
+    ),
+    "magnitude_alone": (
+        lambda d: (rewrite(d, use_dora=True), _add(d, f"model.layers.0.mlp.z_proj.{MAGNITUDE}")),
+        "lora_.*is missing",
+    ),
+    "bias_tensor": (
+        lambda d: retensor(d, change=lambda t: t.update({first(t, "B").replace("weight", "bias"): ONES})),
+        "lora_B.bias: the configuration does not set lora_bias",
+    ),
     "saved_lm_head": (
         lambda d: _add(d, "base_model.model.lm_head.weight", 128),
         "saved lm_head would replace.*train LoRA.*on it instead",
@@ -284,8 +438,8 @@ def _rename(directory: Path, old: str, new: str) -> None:
     retensor(directory, change=change)
 
 
-def _add(directory: Path, key: str, rows: int = 4) -> None:
-    retensor(directory, change=lambda t: t.update({key: torch.ones(rows, 32)}))
+def _add(directory: Path, key: str, rows: int = 4, shape: tuple[int, ...] | None = None) -> None:
+    retensor(directory, change=lambda t: t.update({key: torch.ones(shape or (rows, 32))}))
 
 
 def _duplicate(directory: Path) -> None:

@@ -135,8 +135,11 @@ def tiny_adapter(model: nn.Module, directory: Path, seed: int = 1, strength: flo
     """Wraps ``model`` with a random adapter whose B is not zero, saves it to ``directory`` and returns the wrapper."""
     torch.manual_seed(seed)
     peft = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 8, **config}))
-    for name, parameter in peft.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=strength)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "magnitude" in name:
+                parameter *= torch.empty_like(parameter).uniform_(0.6, 1.6)
+            elif "lora_" in name or (name.endswith("bias") and parameter.requires_grad):
+                nn.init.normal_(parameter, std=strength)
     peft.save_pretrained(directory)
     return peft.eval()

@@ -86,8 +86,7 @@ def export(plan: ExportPlan, progress: bool = True) -> ExportReport:
     for name, path in plan.adapters.items():
         _check_invocation(name, path)
         # A cold one that cannot be read, or exported, should not cost a merge first.
-        if read_adapter(path, layout).token_rows:
-            raise ConfigError(f"adapter {name!r}: trainable_token_indices cannot be exported")
+        _check_form(name, hot if name == plan.hot else read_adapter(path, layout))
     _begin(plan, hot)
     _merge(plan, shards, hot, layout, progress)
     _copy_side_files(plan.model, plan.out)
@@ -208,6 +207,16 @@ def _check_mergeable(plan: ExportPlan, hot: AdapterWeights, shards: list[Path], 
     missing = sorted(set(hot.modules) - found)
     if missing:
         raise ConfigError(f"{plan.model}: no weight for {missing[0]} ({len(missing)} modules of {plan.hot} in all)")
+
+
+def _check_form(name: str, adapter: AdapterWeights) -> None:
+    if adapter.token_rows:
+        raise ConfigError(f"adapter {name!r}: trainable_token_indices cannot be exported")
+    if adapter.form is not None:
+        raise ConfigError(
+            f"{name} has {adapter.form}: with them neither a delta nor what gives the base back is of low rank; "
+            "serve it on the original base"
+        )
 
 
 def _check_invocation(name: str, path: Path) -> None:

@@ -18,6 +18,25 @@ from vlora_sgl.errors import AdapterError, HeadError
 from vlora_sgl.files import check_regular, read_json
 
 SAVED_HEAD = "score"
+# Modules that torch.compile, FSDP and activation checkpointing put around another; trainers leave them in the keys.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def without_wrappers(key: str) -> str:
+    """A tensor's name as it is when nothing wraps its module.
+
+    >>> without_wrappers("_orig_mod.model.layers.3._checkpoint_wrapped_module.mlp.up_proj.lora_A.weight")
+    'model.layers.3.mlp.up_proj.lora_A.weight'
+    """
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+
+
+def peft_settings(directory: Path) -> JsonDict:
+    """``adapter_config.json``, or nothing: whoever loads the LoRA weights reports what is wrong with that file."""
+    try:
+        return dict(read_json(directory / "adapter_config.json"))
+    except (AdapterError, TypeError, ValueError):
+        return {}
 
 
 def saved_head(directory: str | Path) -> dict[str, torch.Tensor]:
@@ -27,11 +46,7 @@ def saved_head(directory: str | Path) -> dict[str, torch.Tensor]:
         HeadError: the configuration asks for it, and the weights are not there.
     """
     directory = Path(directory)
-    try:
-        saved = read_json(directory / "adapter_config.json").get("modules_to_save")
-    except (AdapterError, AttributeError):
-        return {}  # whoever loads the LoRA weights reports what is wrong with this file
-    if SAVED_HEAD not in (saved or ()):
+    if SAVED_HEAD not in (peft_settings(directory).get("modules_to_save") or ()):
         return {}
     found: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("adapter_model*.safetensors")):
@@ -39,7 +54,7 @@ def saved_head(directory: str | Path) -> dict[str, torch.Tensor]:
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                    module, _, part = key.rpartition(".")
+                    module, _, part = without_wrappers(key).rpartition(".")
                     if module.rpartition(".")[2] == SAVED_HEAD and part in ("weight", "bias"):
                         found[part] = file.get_tensor(key).float()
         except (OSError, SafetensorError) as error:

@@ -10,7 +10,8 @@
                {"name": "find", "kind": "detect", "labels": ["cat"], "threshold": 0.5, "overlap": 0.5}],
      "metrics": {...}}
 
-Every key but ``format`` is optional. A head's weights: the tensors ``NAME.weight`` [outputs, hidden], ``NAME.bias``;
+Every key but ``format`` is optional. The invocation may stand in ``adapter_config.json`` as PEFT writes it, in
+``alora_invocation_tokens``. A head's weights: the tensors ``NAME.weight`` [outputs, hidden], ``NAME.bias``;
 those of a head ``score`` may be among the adapter's instead (``heads.saved``).
 """
 
@@ -27,13 +28,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import HeadError
+from vlora_sgl.errors import HeadError, quoted
 from vlora_sgl.files import check_regular, is_there, read_json
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.classify import ClassifyHead
 from vlora_sgl.heads.count import CountHead
 from vlora_sgl.heads.detect import DetectHead
-from vlora_sgl.heads.saved import SAVED_HEAD, saved_head, with_saved_head
+from vlora_sgl.heads.saved import SAVED_HEAD, peft_settings, saved_head, with_saved_head
 
 DESCRIPTION_FILE = "vlora_adapter.json"
 WEIGHTS_FILE = "vlora_heads.safetensors"
@@ -50,6 +51,7 @@ _SETTINGS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "detect": (frozenset({"labels"}), frozenset({"threshold", "overlap"})),
 }
 _TYPES: dict[str, type] = {"labels": list, "maximum": int, "threshold": float, "overlap": float}
+_ACTIVATED = "alora_invocation_tokens"
 _KEYS = frozenset({"format", "invocation", "prompt", "heads", "metrics"})
 
 
@@ -92,8 +94,9 @@ def read_description(directory: str | Path) -> AdapterDescription:
         HeadError: names the file, the key, and what was expected.
     """
     path = Path(directory) / DESCRIPTION_FILE
+    activated = peft_invocation(peft_settings(Path(directory)), str(directory))
     if not is_there(path):
-        return AdapterDescription(heads=with_saved_head({}, directory))
+        return AdapterDescription(activated, heads=with_saved_head({}, directory))
     data = read_json(path, HeadError)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -104,17 +107,37 @@ def read_description(directory: str | Path) -> AdapterDescription:
     prompt, metrics = data.get("prompt"), data.get("metrics", {})
     if not isinstance(prompt, str | None) or not isinstance(metrics, dict):
         raise HeadError(f"{path}: prompt must be a string and metrics an object")
-    invocation = None if data.get("invocation") is None else _invocation(data["invocation"], path)
+    invocation = activated if data.get("invocation") is None else _invocation(data["invocation"], path)
+    if activated not in (None, invocation):
+        raise HeadError(f"{path}: the invocation is {invocation!r}, {_ACTIVATED} of adapter_config.json {activated!r}")
     heads = with_saved_head(_head_settings(data.get("heads", []), path), directory)
     return AdapterDescription(invocation, prompt, heads, metrics)
+
+
+def peft_invocation(settings: JsonDict, source: str) -> tuple[int, ...] | None:
+    """Where PEFT's configuration says that an activated LoRA (aLoRA) starts; ``None`` for any other adapter.
+
+    Raises:
+        HeadError: it is no list of token ids.
+    """
+    value = settings.get(_ACTIVATED)
+    if value in (None, []):
+        return None
+    if not _is_tokens(value):
+        raise HeadError(f"{source}: {_ACTIVATED} must be a list of token ids, got {quoted(value)}")
+    return tuple(value)
 
 
 def _invocation(value: object, where: Path) -> Invocation:
     if value == AFTER_IMAGE:
         return AFTER_IMAGE
-    if isinstance(value, list) and value and all(isinstance(t, int) and not isinstance(t, bool) for t in value):
+    if isinstance(value, list) and _is_tokens(value):
         return tuple(value)
     raise HeadError(f"{where}: the invocation must be {AFTER_IMAGE!r} or a list of token ids, got {value!r}")
+
+
+def _is_tokens(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(t) is int and 0 <= t < 2**31 for t in value)
 
 
 def _head_settings(value: object, where: Path) -> dict[str, JsonDict]:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.files import check_regular, is_there, read_json
+from vlora_sgl.heads.saved import without_wrappers
 from vlora_sgl.lora.access import allowed_directory
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, canonical_name, is_tower, layer_of
 from vlora_sgl.lora.load_report import LoadReport, count
@@ -32,12 +33,17 @@ INDEX_NAME = WEIGHTS_NAME + ".index.json"
 _LORA_KEY = re.compile(
     r"^(?P<path>.+?)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?$"
 )
+_MAGNITUDE_KEY = re.compile(r"^(?P<path>.+?)\.lora_magnitude_vector(?:\.[^.]+)??(?:\.weight)?$")
+_LORA_BIAS_KEY = re.compile(r"^(?P<path>.+?)\.lora_B(?:\.[^.]+)?\.bias$")
 # The whole layer PEFT saves beside an adapter that is a head on the last hidden state (vlora_sgl/heads/saved.py).
 _HEAD = "score"
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SAMPLES = 3
 _MERGE = "merge it into the base model (PEFT: merge_and_unload) and serve the result as a model of its own"
+
+Sides = dict[str, tuple[str, torch.Tensor]]
+"""Of one module, its ``A``, ``B``, ``magnitude`` and ``bias`` (of B), each with the key it is saved under."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,15 @@ class LoraPair:
         a: ``[r, in]``, on the CPU, in the file's dtype.
         b: ``[out, r]``, likewise.
         scale: the LoRA scaling, not multiplied into either factor.
+        magnitude: ``[out]``, the norms that DoRA (arXiv 2402.09353) gives the rows of ``W + scale * B A``.
+        bias: ``[out]``, of B: ``scale`` times it joins the output.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    magnitude: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -72,6 +82,7 @@ class AdapterWeights:
 
     Attributes:
         token_rows: new rows of ``embed_tokens`` and ``lm_head``.
+        biases: canonical name -> bias ``[out]`` that takes the base model's place, of modules adapted or not.
     """
 
     modules: Mapping[str, LoraPair]
@@ -79,6 +90,16 @@ class AdapterWeights:
     config: PeftLoraConfig
     report: LoadReport
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
+    biases: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def form(self) -> str | None:
+        """What makes it more than plain LoRA, for messages; ``None`` if nothing does."""
+        if self.biases:
+            return "trained biases of the base model"
+        if any(pair.magnitude is not None for pair in self.modules.values()):
+            return "DoRA's magnitudes"
+        return "biases of B" if any(pair.bias is not None for pair in self.modules.values()) else None
 
 
 def read_adapter(directory: str | Path, layout: BaseLayout | None = None) -> AdapterWeights:
@@ -116,10 +137,12 @@ def assemble(
     Raises:
         AdapterError: as for :func:`read_adapter`.
     """
-    sides: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+    sides: dict[str, Sides] = {}
+    own_biases: dict[str, tuple[str, torch.Tensor]] = {}
     saved: dict[str, torch.Tensor] = {}
     notes: list[str] = []
     unknown: list[str] = []
+    tensors = _unwrapped(tensors)
     new_rows = {key: tensor for key, tensor in tensors.items() if TOKEN_ROWS.match(key)}
     rows = token_rows(new_rows, config.raw, layout)
     notes += [f"trainable_token_indices: {len(new.ids)} rows of {layer} are its own" for layer, new in rows.items()]
@@ -127,13 +150,17 @@ def assemble(
         _check_tensor(key, tensor)
         if key in new_rows:
             continue
-        match = _LORA_KEY.match(key)
-        if match is None:
-            _sort_other(key, tensor, config, layout, saved, notes, unknown)
-        elif match["side"] in (sides.setdefault(match["path"], {})):
-            raise AdapterError(f"{key}: a second {match['side']} for the same module")
+        path, side = _place(key)
+        if side is not None:
+            if side in sides.setdefault(path, {}):
+                raise AdapterError(f"{key}: a second {side} for the same module")
+            sides[path][side] = (key, tensor)
+        elif config.bias != "none" and key.endswith(".bias") and path.rpartition(".")[2] not in config.modules_to_save:
+            if path in own_biases:
+                raise AdapterError(f"{key}: a second bias for the same module")
+            own_biases[path] = (key, tensor)
         else:
-            sides[match["path"]][match["side"]] = (key, tensor)
+            _sort_other(key, tensor, config, layout, saved, notes, unknown)
     _refuse_towers([path for path in sides if is_tower(path)])
     unknown += [path for path in sides if canonical_name(path) is None]
     if unknown:
@@ -151,6 +178,7 @@ def assemble(
             if part in modules:
                 raise AdapterError(f"{path}: adapts {part}, which {origin[part]} adapts already")
             modules[part], origin[part] = lora, path
+    biases = _biases(own_biases, layout)
     if not modules:
         raise AdapterError(f"{source}: no LoRA tensor matched any module; keys look like {_sample(list(tensors))}")
     if config.raw.get("ensure_weight_tying") and (tied := [name for name in modules if name in EMBEDDING_MODULES]):
@@ -158,12 +186,14 @@ def assemble(
             f"{source}: ensure_weight_tying ties {tied[0]} to what is not in the file; train LoRA on embed_tokens and "
             f"lm_head, each by its name, or {_MERGE}"
         )
-    if not any(bool(pair.b.any()) for pair in modules.values()):
+    form = [tensor for pair in modules.values() for tensor in (pair.magnitude, pair.bias) if tensor is not None]
+    if not form and not biases and not any(bool(pair.b.any()) for pair in modules.values()):
         notes.append("every B is zero: the adapter changes nothing")
+    notes += [*_explained(modules, biases), *config.explained()]
 
     report = LoadReport(
         path=source,
-        digest=_digest(modules, {**saved, **{f"{name} {new.ids}": new.rows for name, new in rows.items()}}),
+        digest=_digest(modules, {**saved, **{f"{name} {new.ids}": new.rows for name, new in rows.items()}}, biases),
         tensors=sum(map(len, sides.values())),
         modules=count(name.rpartition(".")[2] for name in modules),
         layers=len({layer_of(name) for name in modules} - {None}),
@@ -174,20 +204,99 @@ def assemble(
         nbytes=sum(t.numel() * t.element_size() for pair in sides.values() for _, t in pair.values()),
         notes=tuple(notes),
     )
-    return AdapterWeights(modules, saved, config, report, rows)
+    return AdapterWeights(modules, saved, config, report, rows, biases)
+
+
+def _place(key: str) -> tuple[str, str | None]:
+    """The module that a tensor belongs to, and what it is of its adapter; ``None`` for what is no adapter's."""
+    match = _LORA_KEY.match(key)
+    if match is not None:
+        return match["path"], match["side"]
+    for side, pattern in (("magnitude", _MAGNITUDE_KEY), ("bias", _LORA_BIAS_KEY)):
+        match = pattern.match(key)
+        if match is not None:
+            return match["path"], side
+    return key.rpartition(".")[0].removesuffix(".base_layer"), None
+
+
+def _explained(modules: Mapping[str, LoraPair], biases: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """What a person should know of an adapter that is more than plain LoRA."""
+    scaled = sum(pair.magnitude is not None for pair in modules.values())
+    if scaled:
+        yield f"DoRA: the rows of {scaled} modules' weights get the norms trained (m / |W + s B A|, computed at load)"
+    shifted = sum(pair.bias is not None for pair in modules.values())
+    if shifted:
+        yield f"lora_bias: B of {shifted} modules has a bias"
+    if biases:
+        yield f"bias: those of {len(biases)} modules of the base model are replaced for this adapter's rows"
+
+
+def _biases(given: Mapping[str, tuple[str, torch.Tensor]], layout: BaseLayout | None) -> dict[str, torch.Tensor]:
+    """Biases of the base model that were trained, by canonical name, split into the parts of stacked projections."""
+    found: dict[str, torch.Tensor] = {}
+    for path, (key, tensor) in given.items():
+        name = canonical_name(path)
+        if name is None or name in EMBEDDING_MODULES or (layout is not None and layout.expected(name) is None):
+            raise AdapterError(
+                f"{key}: of the base model's biases those of the language model's linear layers can be served; train "
+                "with bias='lora_only'"
+            )
+        parts = {name: tensor}
+        if layout is not None:
+            layout.check_layer(name, key)
+            parts = dict(zip(layout.parts_of(name), _rows(tensor, key, name, layout), strict=True))
+        if found.keys() & parts.keys():
+            raise AdapterError(f"{key}: a second bias of {name}")
+        found |= parts
+    return found
+
+
+def _rows(tensor: torch.Tensor, key: str, name: str, layout: BaseLayout) -> list[torch.Tensor]:
+    """One number an output of the module ``name``, by its parts."""
+    sizes = [layout.shapes[part][0] for part in layout.parts_of(name)]
+    if tensor.shape != (sum(sizes),):
+        raise AdapterError(f"{key}: expected [{sum(sizes)}], one number an output of {name}, got {list(tensor.shape)}")
+    return list(tensor.split(sizes))
+
+
+def _unwrapped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors by their names without trainers' wrappers."""
+    found: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        name = without_wrappers(key)
+        if name in found:
+            raise AdapterError(f"{key}: a second tensor {name}")
+        found[name] = tensor
+    return found
+
+
+def _check_sides(path: str, name: str, pair: Sides, config: PeftLoraConfig) -> None:
+    """Whether a module has just the tensors that the configuration promises."""
+    for side, what, promised in (
+        ("A", "lora_A", True),
+        ("B", "lora_B", True),
+        ("magnitude", "lora_magnitude_vector", config.dora),
+        ("bias", "bias of lora_B", config.lora_bias),
+    ):
+        if promised and side not in pair:
+            ((key, _), *_) = pair.values()
+            raise AdapterError(f"{key}: its {what} is missing")
+        if side in pair and not promised:
+            option = "use_dora" if side == "magnitude" else "lora_bias"
+            raise AdapterError(f"{pair[side][0]}: the configuration does not set {option}")
+    if name in EMBEDDING_MODULES and len(pair) > 2:
+        raise AdapterError(f"{path}: DoRA and lora_bias of {name} cannot be served")
 
 
 def _module(
     path: str,
     name: str,
-    pair: dict[str, tuple[str, torch.Tensor]],
+    pair: Sides,
     config: PeftLoraConfig,
     layout: BaseLayout | None,
 ) -> Iterator[tuple[str, LoraPair]]:
     """Checks the two factors of one module and yields them, split into the parts of a stacked projection."""
-    if len(pair) != 2:
-        ((side, (key, _)),) = pair.items()
-        raise AdapterError(f"{key}: its lora_{'B' if side == 'A' else 'A'} is missing")
+    _check_sides(path, name, pair, config)
     (a_key, a), (b_key, b) = pair["A"], pair["B"]
     if "experts" in name.split("."):
         raise AdapterError(f"{a_key}: LoRA on routed experts is not supported")
@@ -199,8 +308,9 @@ def _module(
     if config.rank(path) != rank:
         raise AdapterError(f"{a_key}: the tensors have rank {rank}, the configuration says {config.rank(path)}")
     scale = config.scale(path, rank)
+    more = {side: pair[side] for side in ("magnitude", "bias") if side in pair}
     if layout is None:
-        yield name, LoraPair(a, b, scale)
+        yield name, LoraPair(a, b, scale, **{side: tensor for side, (_, tensor) in more.items()})
         return
     layout.check_layer(name, a_key)
     expected = layout.expected(name)
@@ -211,10 +321,11 @@ def _module(
             f"{a_key}: B {list(b.shape)} and A {list(a.shape)} make an update of [{b.shape[0]}, {a.shape[1]}]; "
             f"{name} of this model is {list(expected)}"
         )
+    split = {side: _rows(tensor, key, name, layout) for side, (key, tensor) in more.items()}
     row = 0
-    for part in layout.parts_of(name):
+    for i, part in enumerate(layout.parts_of(name)):
         rows = layout.shapes[part][0]
-        yield part, LoraPair(a, b[row : row + rows], scale)
+        yield part, LoraPair(a, b[row : row + rows], scale, **{side: parts[i] for side, parts in split.items()})
         row += rows
 
 
@@ -228,10 +339,6 @@ def _sort_other(
     unknown: list[str],
 ) -> None:
     """Files a tensor that is no LoRA factor under saved heads, notes or unknown keys, or refuses it."""
-    if "lora_magnitude_vector" in key:
-        raise AdapterError(f"{key}: DoRA magnitudes cannot be served")
-    if re.search(r"\.lora_[AB]\.(?:[^.]+\.)?bias$", key):
-        raise AdapterError(f"{key}: lora_bias cannot be served")
     path, _, kind = key.rpartition(".")
     leaf = path.removesuffix(".base_layer").rpartition(".")[2]
     if leaf in EMBEDDING_MODULES:
@@ -338,7 +445,9 @@ def _refuse_added_tokens(directory: Path, layout: BaseLayout | None) -> None:
         )
 
 
-def _digest(modules: Mapping[str, LoraPair], saved: Mapping[str, torch.Tensor]) -> str:
+def _digest(
+    modules: Mapping[str, LoraPair], saved: Mapping[str, torch.Tensor], biases: Mapping[str, torch.Tensor]
+) -> str:
     digest = hashlib.blake2b(digest_size=20)
 
     def feed(label: str, tensor: torch.Tensor) -> None:
@@ -348,8 +457,13 @@ def _digest(modules: Mapping[str, LoraPair], saved: Mapping[str, torch.Tensor]) 
     for name, pair in sorted(modules.items()):
         feed(f"{name} A {pair.scale!r}", pair.a)
         feed(f"{name} B", pair.b)
+        for side, vector in (("magnitude", pair.magnitude), ("bias", pair.bias)):
+            if vector is not None:
+                feed(f"{name} {side}", vector)
     for name, tensor in sorted(saved.items()):
         feed(name, tensor)
+    for name, tensor in sorted(biases.items()):
+        feed(f"{name} bias of the base", tensor)
     return digest.hexdigest()
 
 

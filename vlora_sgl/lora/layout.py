@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Module names that only wrap the language model; they carry no meaning of their own.
 _WRAPPERS = frozenset(
-    {"base_model", "model", "language_model", "text_model", "llm", "transformer", "decoder", "module"}
+    {"base_model", "model", "language_model", "text_model", "llm", "transformer", "decoder", "module", "thinker"}
 )
 
 # A path through one of these belongs to an image, video or audio tower, or to what joins it to the language model.

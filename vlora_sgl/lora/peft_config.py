@@ -13,19 +13,17 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import AdapterError
+from vlora_sgl.errors import AdapterError, HeadError
 from vlora_sgl.files import holders_below, is_there, read_json
+from vlora_sgl.heads.store import peft_invocation
 from vlora_sgl.lora.layout import canonical_name
 
 CONFIG_NAME = "adapter_config.json"
 
 # Options that change the function an adapter computes, in a way the operator does not carry out.
 _REFUSED = {
-    "use_dora": "DoRA rescales the base weight's columns",
-    "lora_bias": "lora_bias adds a bias to every B",
     "use_qalora": "QA-LoRA pools the input groups",
     "use_bdlora": "BD-LoRA factors are block diagonal",
-    "alora_invocation_tokens": "aLoRA activates at tokens of its own",
     "layer_replication": "layer_replication changes the base model's depth",
     "target_parameters": "target_parameters adapts bare parameters such as fused experts",
     "velora_config": "VeLoRA",
@@ -53,6 +51,9 @@ class PeftLoraConfig:
         rslora: the scale is ``alpha / sqrt(r)`` instead of ``alpha / r`` (rank-stabilised LoRA, arXiv 2312.03732).
         rank_pattern: regular expression on module paths -> rank.
         alpha_pattern: regular expression on module paths -> alpha.
+        dora: every module has magnitudes.
+        lora_bias: every B has a bias.
+        bias: which of the base model's biases were trained: ``none``, ``all`` or ``lora_only``.
         modules_to_save: names of modules saved whole, beside the LoRA factors.
         raw: the file as read.
     """
@@ -64,6 +65,9 @@ class PeftLoraConfig:
     alpha_pattern: dict[str, float]
     modules_to_save: tuple[str, ...]
     raw: JsonDict
+    dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
 
     @classmethod
     def read(cls, directory: Path) -> PeftLoraConfig:
@@ -94,8 +98,8 @@ class PeftLoraConfig:
         for option, why in _REFUSED.items():
             if raw.get(option) not in (None, False, [], {}):
                 raise AdapterError(f"{source}: {option}={raw[option]!r} cannot be served ({why})")
-        if raw.get("bias", "none") != "none":
-            raise AdapterError(f"{source}: bias={raw['bias']!r} cannot be served (it trains the base model's biases)")
+        _check_invocation(raw, source)
+        _check_variants(raw, source)
         init = raw.get("init_lora_weights")
         if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
             raise AdapterError(
@@ -121,9 +125,17 @@ class PeftLoraConfig:
                 alpha_pattern={k: _finite(v, f"alpha_pattern[{k!r}]") for k, v in _table(raw, "alpha_pattern")},
                 modules_to_save=tuple(raw.get("modules_to_save") or ()),
                 raw=raw,
+                dora=_flag(raw.get("use_dora"), "use_dora"),
+                lora_bias=_flag(raw.get("lora_bias"), "lora_bias"),
+                bias=str(raw.get("bias") or "none"),
             )
         except (TypeError, ValueError) as error:
             raise AdapterError(f"{source}: {error}") from None
+
+    def explained(self) -> list[str]:
+        """What a person should know of the adapter's form."""
+        tokens = self.raw.get("alora_invocation_tokens")
+        return [f"an activated LoRA: it starts at the last occurrence of the tokens {tokens}"] if tokens else []
 
     def rank(self, path: str) -> int:
         """The rank the configuration gives the module at ``path``, by PEFT's own matching rule."""
@@ -133,6 +145,26 @@ class PeftLoraConfig:
         """The factor on ``B A`` for the module at ``path`` of rank ``rank``."""
         alpha = float(_lookup(self.alpha_pattern, path, self.alpha))
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _check_invocation(raw: JsonDict, source: str) -> None:
+    """Whether an activated adapter's tokens are tokens; where they start it, ``heads.store`` reads."""
+    try:
+        peft_invocation(raw, source)
+    except HeadError as error:
+        raise AdapterError(str(error)) from None
+
+
+def _check_variants(raw: JsonDict, source: str) -> None:
+    """Refuse what PEFT has no form for, too, or what would reach the tokens before an activated adapter's start."""
+    bias, activated = raw.get("bias") or "none", raw.get("alora_invocation_tokens")
+    if bias not in ("none", "all", "lora_only"):
+        raise AdapterError(f"{source}: bias must be 'none', 'all' or 'lora_only', got {_shown(bias)}")
+    if raw.get("use_dora") and (activated or raw.get("lora_bias")):
+        other = "alora_invocation_tokens" if activated else "lora_bias"
+        raise AdapterError(f"{source}: use_dora does not go with {other}")
+    if activated and bias != "none":
+        raise AdapterError(f"{source}: bias={bias!r} does not go with alora_invocation_tokens")
 
 
 def _lookup(pattern: dict[str, T], path: str, default: T) -> T:

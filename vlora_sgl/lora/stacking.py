@@ -9,13 +9,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.checkpoint import LoraPair
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout
+
+
+@dataclass(frozen=True)
+class OutputVectors:
+    """What an adapter has for the outputs of one linear, [N] float32 each; ``None`` for what it has for none.
+
+    Attributes:
+        magnitude: DoRA's; NaN where an output has none.
+        added: what joins the output, LoRA's scale included.
+        bias: what takes the place of the base layer's; NaN where an output keeps that.
+    """
+
+    magnitude: torch.Tensor | None = None
+    added: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -26,19 +41,26 @@ class StackedAdapter:
         rank: of every module, the largest the adapter has.
         scale: of every module.
         tensors: ``NAME.lora_A.weight`` and ``NAME.lora_B.weight`` by the engine's canonical module names.
+        vectors: by the same names, of the modules that have more than factors.
     """
 
     rank: int
     scale: float
     tensors: dict[str, torch.Tensor]
+    vectors: dict[str, OutputVectors] = field(default_factory=dict)
 
     @property
     def kinds(self) -> set[str]:
         """Last names of the modules: what SGLang calls target modules."""
-        return {name.rsplit(".", 3)[-3] for name in self.tensors}
+        return {name.rsplit(".", 3)[-3] for name in self.tensors} | {n.rsplit(".", 1)[-1] for n in self.vectors}
 
 
-def stack(modules: Mapping[str, LoraPair], layout: BaseLayout, dtype: torch.dtype) -> StackedAdapter:
+def stack(
+    modules: Mapping[str, LoraPair],
+    layout: BaseLayout,
+    dtype: torch.dtype,
+    biases: Mapping[str, torch.Tensor] | None = None,
+) -> StackedAdapter:
     """Lays an adapter's modules out as the pool of the engine with ``layout`` takes them, in the pool's ``dtype``.
 
     Raises:
@@ -56,7 +78,32 @@ def stack(modules: Mapping[str, LoraPair], layout: BaseLayout, dtype: torch.dtyp
         factors = [_factors(part, modules.get(part), layout.shapes[part], rank, scale, dtype) for part in parts]
         tensors[f"{name}.lora_A.weight"] = torch.cat([a for a, _ in factors])
         tensors[f"{name}.lora_B.weight"] = torch.cat([b for _, b in factors])
-    return StackedAdapter(rank, scale, tensors)
+    return StackedAdapter(rank, scale, tensors, _vectors(modules, biases or {}, groups, layout))
+
+
+def _vectors(
+    modules: Mapping[str, LoraPair],
+    biases: Mapping[str, torch.Tensor],
+    groups: Mapping[str, str],
+    layout: BaseLayout,
+) -> dict[str, OutputVectors]:
+    scaled = {name: pair.magnitude.float() for name, pair in modules.items() if pair.magnitude is not None}
+    added = {
+        name: (pair.scale * pair.bias.double()).float() for name, pair in modules.items() if pair.bias is not None
+    }
+    own = {name: bias.float() for name, bias in biases.items()}
+
+    def joined(found: Mapping[str, torch.Tensor], parts: tuple[str, ...], missing: float) -> torch.Tensor | None:
+        if not any(part in found for part in parts):
+            return None
+        rows = [found.get(part, torch.full((layout.shapes[part][0],), missing)) for part in parts]
+        return torch.cat(rows)
+
+    return {
+        name: OutputVectors(joined(scaled, parts, torch.nan), joined(added, parts, 0.0), joined(own, parts, torch.nan))
+        for name in dict.fromkeys(groups.get(module, module) for module in (*scaled, *added, *own))
+        if (parts := layout.parts_of(name))
+    }
 
 
 def is_embedding(name: str) -> bool:
