@@ -21,7 +21,7 @@ OURS: dict[str, frozenset[str]] = {
     "GenerationBatchResult": frozenset({"head_results", "vlora_mode"}),
     "LogitsProcessorOutput": frozenset({"vlora_bad_rows"}),
     "MultimodalDataItem": frozenset({"vlora_fault"}),
-    "LoRAAdapter": frozenset({"packed", "report", "update_sizes"}),
+    "LoRAAdapter": frozenset({"form", "output_vectors", "packed", "report", "unmergeable", "update_sizes", "vectors"}),
     "Req": frozenset({"vlora"}),
 }
 """What we put on SGLang's objects; SGLang must have nothing of these names."""
@@ -426,6 +426,10 @@ class LoRAAdapter(Protocol):
     packed: Any
     report: Any
     update_sizes: Mapping[str, Any]
+    form: str | None
+    output_vectors: Mapping[str, Any]
+    vectors: torch.Tensor | None
+    unmergeable: str | None
 
     def pin_weights_in_cpu(self) -> None: ...
 

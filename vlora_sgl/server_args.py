@@ -88,6 +88,12 @@ class VLoraArgs:
         type=int,
         metavar="RANK",
     )
+    dora: bool = _flag(
+        False,
+        "give the device slots, and the graphs, room for what DoRA and trained biases add to an adapter: two numbers "
+        "for each output of a linear. By default where an adapter of --lora-paths needs it",
+        action="store_true",
+    )
     adapter_root: tuple[str, ...] = _flag(
         (),
         "directory below which adapters may be loaded at run time; give it several times for several; "

@@ -4,8 +4,8 @@ Runs tests/e2e/test_serving.py, test_heads.py and test_prefix_sharing.py against
 and prefills: every row of a mixed batch (base, A, B, A) must have the greedy tokens of its single run, equal to
 transformers + PEFT in float32 on the CPU but for near ties of the random model, and heads their answers.
 ``--attention-backend`` is Triton's, FlashAttention 3 (which has bfloat16 only) or flashinfer's. ``--modes`` adds every
-inference mode, with several adapters as one and adapters on the vocabulary, adapters whose numbers are not finite in
-bfloat16, and two tensor-parallel ranks on two cards.
+inference mode, with adapters that are more than plain LoRA (DoRA, biases, activated), several as one and some on the
+vocabulary, adapters whose numbers are not finite in bfloat16, and two tensor-parallel ranks on two cards.
 Takes about two minutes, four with ``--modes``. Prints the card, the versions and the seconds; exits with pytest's
 status.
 """
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A GPU machine may lack pytest's plugins that pyproject.toml's options ask for.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "tests/e2e/test_serving.py"]
     command += ["tests/e2e/test_heads.py", "tests/e2e/test_prefix_sharing.py"]
-    modes = ("test_modes.py", "test_isolation.py", "test_tensor_parallel.py")
+    modes = ("test_modes.py", "test_adapter_forms.py", "test_isolation.py", "test_tensor_parallel.py")
     names = (
         "test_combined.py::test_combined_rows_answer_as_peft_does_in_every_mode_and_company",
         "test_vocabulary.py",

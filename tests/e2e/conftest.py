@@ -9,7 +9,8 @@ import pytest
 
 from tests.conftest import TinyModel
 from tests.support.engine_runs import EngineProcess
-from tests.support.modes import Expected, engine_options, expected_answers, make_adapters
+from tests.support.modes import Expected, engine_options, expected_answers, make_adapters, make_forms
+from vlora_sgl.server_args import VLoraArgs
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +26,20 @@ def expected(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> dict[str 
 
 
 @pytest.fixture(scope="session")
+def form_adapters(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters that are more than plain LoRA (``modes.make_forms``)."""
+    return make_forms(tmp_path_factory.mktemp("forms"), tiny_model.path)
+
+
+@pytest.fixture(scope="session")
+def expected_of_forms(tiny_model: TinyModel, form_adapters: dict[str, Path]) -> dict[str | None, Expected]:
+    """PEFT's answers of the base model and each of them."""
+    return expected_answers(tiny_model.path, form_adapters)
+
+
+@pytest.fixture(scope="session")
 def modes_engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[EngineProcess]:
-    """An engine with these adapters, whose mode can be forced from batch to batch."""
-    with EngineProcess(engine_options(tiny_model.path, mode_adapters)) as process:
+    """An engine with these adapters, whose mode can be forced from batch to batch, and slots for any form of more."""
+    options = {**engine_options(tiny_model.path, mode_adapters), "max_loras_per_batch": 8}
+    with EngineProcess(options, vlora=VLoraArgs(dora=True)) as process:
         yield process  # which starts while PEFT answers

@@ -122,7 +122,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "nan": (lambda d: _first_tensor(d, lambda t: t * float("nan")), "NaN"),
     "truncated": (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-99]), "not a complete safetensors"),
     "not_json": (lambda d: (d / "adapter_config.json").write_text("{"), "not readable as JSON"),
-    "dora": (lambda d: _config(d, use_dora=True), "DoRA"),
+    "dora": (lambda d: _config(d, use_dora=True), "lora_magnitude_vector is missing"),
     "pickle": (lambda d: (d / WEIGHTS).rename(d / "adapter_model.bin"), "pickle"),
     "past_depth": (lambda d: _rename(d, "layers.40.self_attn.q_proj"), "layer 40 is past the depth"),
     "tower": (lambda d: _rename(d, "visual.blocks.0.attn.qkv"), "vision tower or projector"),

@@ -25,9 +25,9 @@ pytestmark = [
 def engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[EngineProcess]:
     # SGLang wants one NUMA node a rank on a CPU, or to be told the cores (which it then binds only with AMX).
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if is_plain_cpu() else {}
-    options = {**engine_options(tiny_model.path, mode_adapters), "tp_size": 2}
+    options = {**engine_options(tiny_model.path, mode_adapters), "tp_size": 2, "max_loras_per_batch": 8}
     # Algorithm 1 merges whenever a batch is one adapter's; by costs that hardly pays for a model this small.
-    with EngineProcess(options, vlora=VLoraArgs(policy="vlora"), environment=cores) as process:
+    with EngineProcess(options, vlora=VLoraArgs(policy="vlora", dora=True), environment=cores) as process:
         yield process
 
 
@@ -45,6 +45,29 @@ def test_every_mode_answers_as_one_rank_and_ranks_plan_alike(
         assert all(plan[0] for _, _, _, plan in one)
         ran |= {plan[1] for _, _, _, plan in one}
     assert ran & ({"merged"} if mode == "auto" else {mode})
+
+
+@pytest.mark.parametrize("mode", ["unmerged", "merged", "mixture"])
+def test_what_is_more_than_lora_answers_as_on_one_rank(
+    engine: EngineProcess,
+    expected: dict[str | None, Expected],
+    expected_of_forms: dict[str | None, Expected],
+    form_adapters: dict[str, Path],
+    mode: str,
+) -> None:
+    """DoRA's norms are of whole rows, of which a rank has a part where ranks share the inputs."""
+    for name, path in form_adapters.items():
+        assert engine.load(name, path) is None
+    engine.force_mode(mode)
+    wanted = {**expected, **expected_of_forms}
+    for names in (["dora"], ["bias", "bias"], ["lora_bias"], [*form_adapters, "all", None, "dora", "dora"]):
+        run = check_all(engine, names, wanted)
+        one, other = ([(s.kind, s.rows, s.tokens, s.plan) for s in steps] for steps in run.ranks)
+        assert one == other
+        if mode == "merged" and len(set(names)) == 1:
+            assert "merged" in {plan[1] for _, _, _, plan in one}
+    for name in form_adapters:
+        assert engine.unload(name) is None
 
 
 def test_an_adapter_unloaded_while_merged_leaves_both_shards_base(

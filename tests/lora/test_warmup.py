@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vlora_sgl.kernels import atmm
-from vlora_sgl.kernels.atmm import atmm_linear, atmm_silu_and_mul, launch, make_routing
+from vlora_sgl.kernels.atmm import Vectors, atmm_linear, atmm_silu_and_mul, launch, make_routing
 from vlora_sgl.lora import warmup
 from vlora_sgl.lora.warmup import compile_prefills, wrapped_linears
 
@@ -25,7 +25,7 @@ KERNELS = (
 PARTS = {"qkv_proj": (0, 64, 80, 96), "gate_up_proj": (0, 96, 192), "o_proj": (0, 64)}
 
 
-def module(name: str, fusible: bool = True) -> Any:
+def module(name: str, fusible: bool = True, vectors: bool = False) -> Any:
     offsets = PARTS[name]
     return SimpleNamespace(
         a=torch.zeros(SLOTS, (len(offsets) - 1) * RANK, K),
@@ -34,15 +34,16 @@ def module(name: str, fusible: bool = True) -> Any:
         fusible=fusible,
         own_bias=torch.zeros(offsets[-1]) if name == "qkv_proj" else None,
         deferred=object() if name == "gate_up_proj" else None,
+        vectors=torch.zeros(SLOTS, 2, offsets[-1]) if vectors else None,
     )
 
 
-def manager(device: str = "cuda", two_slots_a_row: bool = True, fusible: bool = True) -> Any:
-    layers = [{name: module(name, fusible) for name in PARTS} for _ in range(3)]
+def manager(device: str = "cuda", two_slots_a_row: bool = True, fusible: bool = True, vectors: bool = False) -> Any:
+    layers = [{name: module(name, fusible, vectors) for name in PARTS} for _ in range(3)]
     return SimpleNamespace(
         # The tensors are the CPU's: what is compiled there is only named.
         device=SimpleNamespace(type=device),
-        lora_backend=SimpleNamespace(places=range(SLOTS)),
+        lora_backend=SimpleNamespace(places=range(SLOTS), marks_rows=vectors),
         lora_modules=[{**layer, "lm_head": object()} for layer in layers],
         max_loras_per_batch=SLOTS,
         two_slots_a_row=two_slots_a_row,
@@ -53,6 +54,8 @@ def key(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[
     """What Triton compiles a kernel for."""
 
     def kind(value: Any, parameter: Any) -> Any:
+        if value is None:
+            return None
         if isinstance(value, torch.Tensor):
             return value.dtype, value.data_ptr() % 16 == 0
         return parameter.do_not_specialize or (value == 1, value % 16 == 0)
@@ -97,26 +100,29 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return keys
 
 
-def prefill(one: Any, rows: int, pairs: int, touched: int) -> None:
+def prefill(one: Any, rows: int, pairs: int, touched: int, vectored: Any = ()) -> None:
     """A batch of which ``touched`` rows apply slots, through the operator."""
     numbers = np.arange(rows, dtype=np.int32)
     applied = tuple((slot, 1.0) for slot in range(pairs))
     groups = [(numbers[:touched], applied), (numbers[touched:], ())]
-    routing = make_routing(groups, rows, [RANK] * SLOTS, [1.0] * SLOTS, "cpu")
+    routing = make_routing(groups, rows, [RANK] * SLOTS, [1.0] * SLOTS, "cpu", vectored=vectored)
     x, weight = torch.zeros(rows, K), torch.zeros(one.offsets[-1], K)
+    operands = x, one.a, one.b, routing, one.offsets
+    given = None if one.vectors is None else Vectors(one.vectors, one.own_bias)
     if one.deferred is not None:
-        atmm.atmm_silu_and_mul(torch.zeros(rows, one.offsets[-1]), x, one.a, one.b, routing, one.offsets)
+        atmm.atmm_silu_and_mul(torch.zeros(rows, one.offsets[-1]), *operands, vectors=given)
     elif one.fusible:
-        atmm_linear(x, weight, one.own_bias, one.a, one.b, routing, one.offsets)
+        atmm_linear(x, weight, one.own_bias, *operands[1:], vectors=one.vectors)
     else:
-        atmm.atmm(torch.zeros(rows, one.offsets[-1]), x, one.a, one.b, routing, one.offsets)
+        atmm.atmm(torch.zeros(rows, one.offsets[-1]), *operands, vectors=given)
 
 
+@pytest.mark.parametrize("vectors", [False, True], ids=["plain LoRA", "vectors too"])
 @pytest.mark.parametrize("fusible", [True, False], ids=["base and adapters together", "adapters alone"])
 def test_large_prefills_launch_nothing_that_is_not_compiled(
-    compiled: list[Any], launched: list[Any], fusible: bool
+    compiled: list[Any], launched: list[Any], fusible: bool, vectors: bool
 ) -> None:
-    one = manager(fusible=fusible)
+    one = manager(fusible=fusible, vectors=vectors)
     assert compile_prefills(one, CAPTURED, MOST) == len(compiled) == len(set(compiled)) > 0
     assert not launched
     for linear in one.lora_modules[0].values():
@@ -125,6 +131,8 @@ def test_large_prefills_launch_nothing_that_is_not_compiled(
                 for pairs in (1, 2):
                     prefill(linear, rows, pairs, rows)
                     prefill(linear, rows, pairs, rows // 3)
+                    if vectors:
+                        prefill(linear, rows, pairs, rows // 3, {0})
     assert set(launched) == set(compiled)
 
 

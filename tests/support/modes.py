@@ -52,6 +52,23 @@ def make_adapters(root: Path, model: Path) -> dict[str, Path]:
     }
 
 
+def make_forms(root: Path, model: Path) -> dict[str, Path]:
+    """What is more than plain LoRA: DoRA on all linears, biases of B, trained biases with DoRA, an activated LoRA."""
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(model)("How many objects")["input_ids"]
+    qkv = ["q_proj", "k_proj", "v_proj"]
+    activated = {"alora_invocation_tokens": tokens, "task_type": "CAUSAL_LM"}
+    return {
+        "dora": make_adapter(root / "dora", model, 21, 8, use_dora=True),
+        "lora_bias": make_adapter(root / "lora_bias", model, 22, 4, targets=qkv, scale=2, lora_bias=True),
+        "bias": make_adapter(
+            root / "bias", model, 23, 8, targets=[*qkv, "down_proj"], bias="lora_only", use_dora=True
+        ),
+        "activated": make_adapter(root / "activated", model, 24, 16, **activated),
+    }
+
+
 def engine_options(model: Path, adapters: dict[str, Path]) -> dict[str, Any]:
     """An engine that serves all of them at once and prefills in chunks."""
     options: dict[str, Any] = {
@@ -100,9 +117,10 @@ def expected_answers(
             ids = model.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=TOKENS)
             answer = ids[0, len(prompt) :].tolist()
             unmerged = logprobs(model, prompt, answer)
-            if name is not None:
+            activated = name is not None and model.active_peft_config.alora_invocation_tokens
+            if name is not None and not activated:  # PEFT cannot merge what starts within the prompt
                 base = model.merge_and_unload()
-            merged = logprobs(base, prompt, answer)
+            merged = unmerged if activated else logprobs(base, prompt, answer)
         bounds = logprob_bounds(base, prompt, answer, torch.float32 if is_plain_cpu() else torch.bfloat16)
         found[name] = Expected(answer, unmerged.tolist(), merged.tolist(), bounds)
     assert len({tuple(e.ids) for e in found.values()}) == len(found), "adapters must change the answer"

@@ -118,5 +118,9 @@ def make_adapter(
                 parameter += torch.randn(parameter.shape, generator=generator) * scale
             elif "lora_A" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+            elif "magnitude" in name:
+                parameter *= 0.6 + torch.rand(parameter.shape, generator=generator)
+            elif parameter.requires_grad:  # a bias of the base model's
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 * scale)
     peft_model.save_pretrained(directory)
     return directory

@@ -53,7 +53,7 @@ class AdapterBuilder:
         modules = weights.modules
         if weights.token_rows:
             modules = {**modules, **as_lora(weights.token_rows, modules, self.model, layout)}
-        stacked = stack(modules, layout, self.dtype)
+        stacked = stack(modules, layout, self.dtype, weights.biases)
         config = _sgl.LoRAConfig.from_dict(
             {
                 "peft_type": "LORA",
@@ -67,6 +67,8 @@ class AdapterBuilder:
         adapter.scaling = stacked.scale
         adapter.report = weights.report
         adapter.update_sizes = update_sizes(stacked, layout)
+        adapter.output_vectors, adapter.form = stacked.vectors, weights.form
+        adapter.vectors = adapter.unmergeable = None
         for name, tensor in stacked.tensors.items():
             if is_embedding(name):
                 adapter.embedding_layers[name] = tensor
@@ -122,4 +124,9 @@ def content_digest(adapter: LoRAAdapter, description: AdapterDescription) -> str
             tensor = weights[name].detach().cpu().contiguous()
             digest.update(f"{place} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    for name, vectors in sorted(getattr(adapter, "output_vectors", {}).items()):
+        for what, vector in vars(vectors).items():
+            if vector is not None:
+                digest.update(f"{name} {what} {tuple(vector.shape)}".encode())
+                digest.update(vector.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

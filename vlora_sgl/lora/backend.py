@@ -6,7 +6,7 @@ so a replay allocates nothing and never waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm, atmm_linear, atmm_silu_and_mul, make_routing
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, Vectors, atmm, atmm_linear, atmm_silu_and_mul, make_routing
 from vlora_sgl.kernels.atmm.launch import library_linear
 from vlora_sgl.kernels.atmm.row_routing import (
     DENSE_MAX_SLOTS,
@@ -27,6 +27,7 @@ from vlora_sgl.kernels.atmm.row_routing import (
     grouped_tables,
     groups_of,
     is_dense,
+    mark,
 )
 from vlora_sgl.lora.vocabulary import cut, embed, embed_in_graph
 
@@ -67,6 +68,7 @@ class GraphTables:
         places: index of each slot in the pool tensors.
         block: rows per tile of the grouped kernels; by default what suits decode.
         both: whether graphs of few rows come with either family of kernels, where the pool has slots for it.
+        marked: whether slots may have vectors, so that rows are marked for them.
     """
 
     RING = 4
@@ -79,8 +81,9 @@ class GraphTables:
         block: int | None = None,
         *,
         both: bool = False,
+        marked: bool = False,
     ) -> None:
-        self.places, self.max_rows, self.device = tuple(places), max_rows, device
+        self.places, self.max_rows, self.device, self.marked = tuple(places), max_rows, device, marked
         slots = self.slots = len(places)
         self.dense_rows = min(max_rows, DENSE_MAX_ROWS) if both or is_dense(1, slots) else 0
         self.block = block or TILE_ROWS[slots <= DENSE_MAX_SLOTS]  # many slots, few rows each
@@ -93,6 +96,7 @@ class GraphTables:
             "tile_rows": self.max_tiles * self.block,
             "tile_slots": self.max_tiles * GRAPH_PAIRS,
             "tile_gates": self.max_tiles * GRAPH_PAIRS * self.block,
+            "marks": max_rows * marked,
         }
         self.at: dict[str, slice] = {}
         end = 0
@@ -135,6 +139,8 @@ class GraphTables:
     def _views_for(self, rows: int, dense: bool) -> Routing:
         words, at = self.buffer, self.at
         view = Routing(rows, self.slots, [], places=self.places)
+        if self.marked:
+            view.marks = words[at["marks"]][:rows]
         if dense:
             view.active = words[at["active"]]
             view.gates = words[at["gates"]].view(torch.float32).view(-1, self.slots)[:rows]
@@ -147,12 +153,18 @@ class GraphTables:
         return view
 
     def refresh(
-        self, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float], many: bool | None = None
+        self,
+        runs: Sequence[Run],
+        ranks: Sequence[int],
+        scalings: Sequence[float],
+        many: bool | None = None,
+        vectored: Collection[int] = (),
     ) -> Routing:
         """Write a batch's routing; rows past it (padding of the graph) become base rows.
 
         Args:
             many: take the tables of more slots than the dense kernels have room for; by default where there are.
+            vectored: slots whose adapters have vectors.
 
         Raises:
             ConfigError: more slots per row or more slot tuples than the tables were sized for.
@@ -172,6 +184,11 @@ class GraphTables:
         # A batch of few rows may be padded up to a graph of many, whose kernels are the grouped ones.
         if many or self.max_rows > self.dense_rows:
             self._put_tiles(host, runs, ranks, scalings, read=many or self._padded(rows) > self.dense_rows)
+        if self.marked:
+            marks = host[self.at["marks"]]
+            words = [mark(pairs, vectored) for pairs, _ in runs]
+            marks[:rows] = np.repeat(words, [count for _, count in runs])
+            marks[rows:] = 0
         self.buffer.copy_(self._ring[turn], non_blocking=True)
         if self._copied:
             self._copied[turn].record()
@@ -233,6 +250,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         self.graph_tables: GraphTables | None = None
         self.prefill_tables: dict[int, GraphTables] = {}
         self.places: Sequence[int] = range(max_loras_per_batch)
+        self.marks_rows = False
 
     def place_slots(self, places: Sequence[int]) -> None:
         """Say where each slot begins in the pool tensors, where that is not its number; before graphs are captured."""
@@ -243,7 +261,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
     def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
         """Allocate what captured decode graphs read."""
         rows = max_bs_in_cuda_graph * num_tokens_per_req
-        self.graph_tables = GraphTables(rows, self.places, self.device, both=True)
+        self.graph_tables = GraphTables(rows, self.places, self.device, both=True, marked=self.marks_rows)
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int) -> None:
         """Take batches of up to so many tokens for captured prefill graphs; a size gets its tables when captured."""
@@ -263,7 +281,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         """The tables that the graph of a prefill of this many tokens reads."""
         if tokens not in self.prefill_tables:
             block = TILE_ROWS[True] if tokens >= MANY_ROWS else None
-            self.prefill_tables[tokens] = GraphTables(tokens, self.places, self.device, block)
+            self.prefill_tables[tokens] = GraphTables(tokens, self.places, self.device, block, marked=self.marks_rows)
         return self.prefill_tables[tokens]
 
     def route(
@@ -271,6 +289,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         runs: Sequence[Run],
         ranks: Sequence[int],
         scalings: Sequence[float],
+        vectored: Collection[int] = (),
         *,
         use_cuda_graph: bool = False,
         prefill_tokens: int | None = None,
@@ -281,6 +300,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         Args:
             runs: rows in order with their (slot, weight) pairs, for every mode.
             ranks, scalings: per slot, 0 for slots that hold no adapter.
+            vectored: slots whose adapters have vectors.
             use_cuda_graph: the forward replays (or captures) a decode graph.
             prefill_tokens: size of the prefill graph that the forward replays (or captures), if it does.
             many: of a decode graph, whether it is that of more slots in use than the dense kernels have room for.
@@ -289,14 +309,14 @@ class AtmmBackend(_sgl.BaseLoRABackend):
             ValueError: a row is routed to a slot that holds no adapter.
         """
         if prefill_tokens is not None:
-            routing = self._tables_of_prefill(prefill_tokens).refresh(runs, ranks, scalings)
+            routing = self._tables_of_prefill(prefill_tokens).refresh(runs, ranks, scalings, vectored=vectored)
         elif use_cuda_graph:
             if self.graph_tables is None:
                 raise RuntimeError("a decode graph was announced before init_cuda_graph_batch_info")
-            routing = self.graph_tables.refresh(runs, ranks, scalings, many)
+            routing = self.graph_tables.refresh(runs, ranks, scalings, many, vectored)
         else:
             groups, rows = groups_of(runs)
-            routing = make_routing(groups, rows, ranks, scalings, self.device, places=self.places)
+            routing = make_routing(groups, rows, ranks, scalings, self.device, places=self.places, vectored=vectored)
         prefill = prefill_tokens is not None
         self.batch_info = Batch(routing, use_cuda_graph or prefill, prefill)
 
@@ -310,21 +330,28 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         a: torch.Tensor,
         b: torch.Tensor,
         offsets: Sequence[int],
+        vectors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``x W^T + bias`` with this batch's adapters (see ``kernels.atmm.atmm_linear``)."""
         batch = self.batch_info
         if not batch.in_graph and not batch.routing.has_adapters:
             return library_linear(x, weight, bias)
-        return atmm_linear(x, weight, bias, a, b, batch.routing, offsets)
+        return atmm_linear(x, weight, bias, a, b, batch.routing, offsets, vectors=vectors)
 
     def add(
-        self, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: Sequence[int]
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offsets: Sequence[int],
+        vectors: Vectors | None = None,
     ) -> torch.Tensor:
         """Add this batch's adapters to a base layer's output, in place (see ``kernels.atmm.atmm``)."""
         batch = self.batch_info
         if not batch.in_graph and not batch.routing.has_adapters:
             return y
-        return atmm(y, x, a, b, batch.routing, offsets)
+        return atmm(y, x, a, b, batch.routing, offsets, vectors=vectors)
 
     @property
     def defers_activation(self) -> bool:
@@ -333,10 +360,16 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         return batch.routing.gates is None and (batch.in_graph or batch.routing.has_adapters)
 
     def silu_and_mul(
-        self, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: Sequence[int]
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offsets: Sequence[int],
+        vectors: Vectors | None = None,
     ) -> torch.Tensor:
         """The activation of gate and up with this batch's adapters (see ``kernels.atmm.atmm_silu_and_mul``)."""
-        return atmm_silu_and_mul(y, x, a, b, self.batch_info.routing, offsets)
+        return atmm_silu_and_mul(y, x, a, b, self.batch_info.routing, offsets, vectors=vectors)
 
     # The vocabulary
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vlora_sgl import _sgl
-from vlora_sgl.kernels.atmm import on_kernels
+from vlora_sgl.kernels.atmm import Vectors, on_kernels
 from vlora_sgl.kernels.atmm.launch import MAX_PARTS
 from vlora_sgl.lora.vocabulary import AtmmEmbedding, AtmmLMHead
 from vlora_sgl.seams import Place, Places
@@ -23,31 +23,41 @@ from vlora_sgl.seams import Place, Places
 Output = tuple[torch.Tensor, torch.Tensor | None]
 """Of a linear layer, with the bias that it has skipped."""
 
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]
-"""What ``atmm`` takes after ``y``: x, a, b, offsets."""
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...], Vectors | None]
+"""What ``atmm`` takes after ``y``: x, a, b, offsets, vectors."""
 
 
-class _Atmm:
-    """What the layers below share; ``set_lora_info`` reads the operands once."""
+class Atmm:
+    """What the layers below share; ``set_lora_info`` reads the operands once.
+
+    Attributes:
+        vectors: its part of the table of ``lora.vectors``, [slots, 2, N] float32; ``None`` where there is none.
+    """
 
     base_layer: Any
     lora_backend: Any
     lora_active: bool
+    vectors: torch.Tensor | None = None
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Bounds of the stacked projections' columns of the output, from 0 to N."""
+        found = getattr(self, "output_offset_cpu", None)
+        if found is None:
+            found = self._output_offset  # type: ignore[attr-defined]
+        return tuple(found.tolist())
 
     def set_lora_info(self, *buffers: torch.Tensor) -> None:
         """Take the pool's buffers, a [slots, parts * R, K] and b [slots, N, R]."""
         super().set_lora_info(*buffers)  # type: ignore[misc]
         self.a, self.b = buffers
-        found = getattr(self, "output_offset_cpu", None)
-        if found is None:
-            found = self._output_offset  # type: ignore[attr-defined]
-        self.offsets = tuple(found.tolist())
+        self.offsets = self.columns
         if len(self.offsets) - 1 > MAX_PARTS:
             raise ValueError(f"{len(self.offsets) - 1} stacked projections; ATMM takes up to {MAX_PARTS}")
         weight = getattr(self.base_layer, "weight", None)
         self.fusible = (
-            isinstance(self.base_layer.quant_method, _sgl.UnquantizedLinearMethod)
-            and weight is not None
+            weight is not None
+            and plain_weight(self)
             and weight.shape == (self.offsets[-1], self.a.shape[2])
             and weight.dtype == self.a.dtype
             and weight.is_contiguous()
@@ -62,8 +72,13 @@ class _Atmm:
         """Base and adapters: [M, N]."""
         base, backend = self.base_layer, self.lora_backend
         if self.fusible:
-            return backend.linear(x, base.weight, bias, self.a, self.b, self.offsets)
-        return backend.add(base.quant_method.apply(base, x, bias), x, self.a, self.b, self.offsets)
+            return backend.linear(x, base.weight, bias, self.a, self.b, self.offsets, self.vectors)
+        return backend.add(base.quant_method.apply(base, x, bias), *self.operands(x, bias))
+
+    def operands(self, x: torch.Tensor, bias: torch.Tensor | None) -> Operands:
+        """What the adapters' part of an output needs that was computed with this bias."""
+        vectors = None if self.vectors is None else Vectors(self.vectors, bias)
+        return x, self.a, self.b, self.offsets, vectors
 
     def column_forward(self, x: torch.Tensor) -> Output:
         """A column-parallel or replicated linear: (output, bias that was skipped)."""
@@ -74,7 +89,7 @@ class _Atmm:
         return y, base.bias if base.skip_bias_add else None
 
 
-class AtmmColumnLinear(_Atmm, _sgl.ColumnParallelLinearWithLoRA):
+class AtmmColumnLinear(Atmm, _sgl.ColumnParallelLinearWithLoRA):
     """One column-parallel projection."""
 
     def forward(self, input_: torch.Tensor) -> Output:
@@ -125,7 +140,7 @@ class DeferredAdapters:
         return operands
 
 
-class AtmmMergedColumnLinear(_Atmm, _sgl.MergedColumnParallelLinearWithLoRA):
+class AtmmMergedColumnLinear(Atmm, _sgl.MergedColumnParallelLinearWithLoRA):
     """gate_up and other stacked column-parallel projections.
 
     Attributes:
@@ -139,7 +154,7 @@ class AtmmMergedColumnLinear(_Atmm, _sgl.MergedColumnParallelLinearWithLoRA):
         if self.deferred is None or not self.lora_backend.defers_activation:
             return super().project(x, bias)
         y: torch.Tensor = self.base_layer.quant_method.apply(self.base_layer, x, bias)
-        self.deferred.leave(y, (x, self.a, self.b, self.offsets))
+        self.deferred.leave(y, self.operands(x, bias))
         return y
 
     def forward(self, input_: torch.Tensor) -> Output:
@@ -166,21 +181,21 @@ class AtmmSiluAndMul(nn.Module):
         return self.base_layer(x) if operands is None else self.lora_backend.silu_and_mul(x, *operands)
 
 
-class AtmmQKVLinear(_Atmm, _sgl.QKVParallelLinearWithLoRA):
+class AtmmQKVLinear(Atmm, _sgl.QKVParallelLinearWithLoRA):
     """q, k and v of unequal widths."""
 
     def forward(self, input_: torch.Tensor) -> Output:
         return self.column_forward(input_) if self.lora_active else super().forward(input_)
 
 
-class AtmmReplicatedLinear(_Atmm, _sgl.ReplicatedLinearWithLoRA):
+class AtmmReplicatedLinear(Atmm, _sgl.ReplicatedLinearWithLoRA):
     """A linear that every rank holds whole."""
 
     def forward(self, x: torch.Tensor) -> Output:
         return self.column_forward(x) if self.lora_active else super().forward(x)
 
 
-class AtmmRowLinear(_Atmm, _sgl.RowParallelLinearWithLoRA):
+class AtmmRowLinear(Atmm, _sgl.RowParallelLinearWithLoRA):
     """o_proj and down_proj."""
 
     @property
@@ -201,7 +216,15 @@ class AtmmRowLinear(_Atmm, _sgl.RowParallelLinearWithLoRA):
 
     def apply_lora(self, base_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """For inputs that the stock forward splits first."""
-        return self.lora_backend.add(base_output, x, self.a, self.b, self.offsets)
+        return self.lora_backend.add(base_output, *self.operands(x, self.own_bias))
+
+
+def plain_weight(module: Any) -> bool:
+    """Whether a wrapped linear's weight is a plain matrix of its outputs' rows."""
+    base, weight = module.base_layer, getattr(module.base_layer, "weight", None)
+    if weight is None or not isinstance(base.quant_method, _sgl.UnquantizedLinearMethod):
+        return False
+    return bool(weight.ndim == 2 and weight.is_floating_point() and weight.shape[0] == module.columns[-1])
 
 
 def layer_class(layer: nn.Module) -> type[nn.Module] | None:

@@ -29,6 +29,7 @@ from vlora_sgl.lora.pool import SizedPool
 from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.lora.slot_residency import SlotResidency
 from vlora_sgl.lora.store import AdapterStore, DescribedAdapter
+from vlora_sgl.lora.vectors import SlotVectors, has_vectors
 from vlora_sgl.lora.vocabulary import seen_by_head
 from vlora_sgl.routed.router_tables import RouterTables
 from vlora_sgl.routed.rows import TokenRouting, row_lengths
@@ -85,6 +86,7 @@ class VLoraManager(_sgl.LoRAManager):
             raise ConfigError(
                 f"--max-loras-per-batch={self.max_loras_per_batch} leaves no slot for an adapter: one is the base's"
             )
+        vectors = self._room_for_vectors() if self._vlora.dora or has_vectors(self.loras.values()) else None
         # Forcing "unmerged" for debugging, or the baseline policy: then the copy of the base weights would be memory
         # for nothing.
         merges = vlora.mode != InferenceMode.UNMERGED and vlora.policy != InferenceMode.UNMERGED
@@ -92,6 +94,8 @@ class VLoraManager(_sgl.LoRAManager):
         self._merger = Merger(
             self.loras, self.memory_pool, self._rows, self.lora_modules, self.target_modules, self.device, copy
         )
+        if vectors is not None:
+            vectors.base = self._merger.base
 
     # What is loaded
 
@@ -218,6 +222,15 @@ class VLoraManager(_sgl.LoRAManager):
         self._rows = RowRouting(self.memory_pool, self.loras, self._store.routed)
         self.fetch_new_loras({None})
         self._store.serve(self.memory_pool, self.lora_modules)
+
+    def _room_for_vectors(self) -> SlotVectors:
+        """A table beside the slots, once the layers know their columns; filled for the adapters that were loaded."""
+        if not self._routes_rows or not self.memory_pool.packs:
+            raise ConfigError(f"--vlora-dora needs --lora-backend {ROUTING_BACKEND}, and a model without MoE experts")
+        vectors = self.memory_pool.vectors = SlotVectors(self.lora_modules, self.max_loras_per_batch, self.device)
+        self.lora_backend.marks_rows = True
+        self._store.rebase()
+        return vectors
 
     def _check_slot_ranks(self) -> None:
         asked = (self.max_loras_per_batch, self.max_lora_rank)
@@ -453,6 +466,7 @@ class VLoraManager(_sgl.LoRAManager):
     def rebase(self) -> None:
         """Take the present weights as the base model's, after they were updated."""
         self._merger.rebase()
+        self._store.rebase()
 
     def mode_state(self) -> JsonDict:
         """What ``/server_info`` shows: the merged adapter's name, and the count and seconds of switches by kind."""

@@ -14,7 +14,7 @@ from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import UnknownAdapterError
-from vlora_sgl.kernels.merge import MergeTable, MergeTarget
+from vlora_sgl.kernels.merge import BiasTarget, MergeTable, MergeTarget
 from vlora_sgl.lora.merge_bound import BaseSize, base_sizes, merge_refusal
 from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher, base_copies
 from vlora_sgl.lora.packed import Layers, PackedPool, not_finite
@@ -56,6 +56,8 @@ class Merger:
         self._refused: dict[str, str | None] = {}
         self._forward_stream: torch.cuda.Stream | None = None
         self._base_sizes: dict[str, tuple[BaseSize, ...]] = {}
+        self._weights: dict[Any, torch.Tensor] = {}  # copies of the base model's, by module
+        self._biases: dict[Any, torch.Tensor] = {}
         self.switcher = None if copy is None else self._make_switcher(modules, copy)
         self._measure()
 
@@ -80,19 +82,38 @@ class Merger:
         weights = [module.base_layer.weight.data for _, _, module in modules]
         targets = []
         for (group, name, module), weight, base in zip(modules, weights, base_copies(weights, copy), strict=True):
+            self._weights[module] = base
             lora_a, lora_b = _buffers(module)
+            vectors = getattr(module, "vectors", None)  # SGLang's own layers have none
             for index, (start, end) in enumerate(pairwise(module.output_offset_cpu.tolist())):
                 rows = slice(start, end)
+                factors = None if vectors is None else vectors[:, 0, rows]
                 targets.append(
-                    MergeTarget(f"{name}[{index}]", group, weight[rows], base[rows], lora_a, lora_b[:, rows], index)
+                    MergeTarget(
+                        f"{name}[{index}]", group, weight[rows], base[rows], lora_a, lora_b[:, rows], index, factors
+                    )
                 )
-        table = MergeTable(targets)
+        table = MergeTable(targets, biases=self._bias_targets(layers))
         table.warm_up(self._pool.max_lora_rank)
         size = sum(w.numel() * w.element_size() for w in weights)
         logger.info(
             "copy of the base weights of %d mergeable weights: %.2f GB on %s", len(weights), size / 2**30, copy
         )
         return ModeSwitcher(table)
+
+    def _bias_targets(self, layers: Layers) -> list[BiasTarget]:
+        """Every bias that an adapter may shift, and note the copies."""
+        found = []
+        for module in (module for layer in layers for module in layer.values()):
+            bias = None if getattr(module, "vectors", None) is None else module.own_bias
+            if bias is not None:
+                self._biases[module] = bias.detach().clone()
+                found.append(BiasTarget(bias.detach(), self._biases[module], module.vectors[:, 1]))
+        return found
+
+    def base(self, module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A wrapped linear's weight and bias as the base model has them, whatever is merged."""
+        return self._weights.get(module, module.base_layer.weight), self._biases.get(module, module.own_bias)
 
     @property
     def merged(self) -> AdapterId:
@@ -121,6 +142,8 @@ class Merger:
             group = min(outside)
             return f"it has weights for {group} ({self._unmergeable.get(group, 'not a wrapped module')})"
         lora = self._adapters[adapter]
+        if getattr(lora, "unmergeable", None) is not None:
+            return lora.unmergeable
         packed = getattr(lora, "packed", None)
         if packed is not None and not_finite(packed.buffer):
             return "its weights are not finite"
@@ -162,9 +185,10 @@ class Merger:
         if merged is None:
             self.switcher.restore()
         elif self.switcher.merged != merged:
-            adapter, place = self._adapters[merged], self._pool.places[self._rows.slot_of(merged)]
-            groups = self._groups_of(merged)
-            self.switcher.merge(MergeOperand(merged, place, adapter.config.r, float(adapter.scaling), groups))
+            adapter, slot = self._adapters[merged], self._rows.slot_of(merged)
+            place, groups = self._pool.places[slot], self._groups_of(merged)
+            vectors = None if getattr(adapter, "vectors", None) is None else slot
+            self.switcher.merge(MergeOperand(merged, place, adapter.config.r, float(adapter.scaling), groups, vectors))
         return merged
 
     # Between batches

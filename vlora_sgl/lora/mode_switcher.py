@@ -29,6 +29,7 @@ class MergeOperand:
         rank: rank r of its A and B in the slot.
         scaling: its s.
         groups: the groups of merge targets it has weights for; the others keep the base weights.
+        vectors: the number of its slot, if it has vectors.
     """
 
     adapter: str
@@ -36,6 +37,7 @@ class MergeOperand:
     rank: int
     scaling: float
     groups: frozenset[str]
+    vectors: int | None = None
 
 
 @dataclass(slots=True)
@@ -106,7 +108,13 @@ class ModeSwitcher:
             # Not merged with a zero delta: -0.0 + 0.0 is 0.0, and a fresh merge would have left -0.0 alone.
             if stale:
                 self.table.restore(stale)
-            self.table.merge(operand.groups, slot=operand.slot, rank=operand.rank, scaling=operand.scaling)
+            self.table.merge(
+                operand.groups,
+                slot=operand.slot,
+                rank=operand.rank,
+                scaling=operand.scaling,
+                vectors=operand.vectors,
+            )
 
         self._timer.run(self.counters["merge" if before is None else "direct"], work)
         self._merged = operand

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +32,22 @@ _ALIGN = 64
 
 Layers = Sequence[JsonDict]
 """The modules that SGLang has wrapped, by layer and name."""
+
+
+class SlotTable(Protocol):
+    """What slots hold beside their matrices (``lora.vectors``).
+
+    Attributes:
+        table: all of it.
+    """
+
+    table: torch.Tensor
+
+    def attach(self, adapter: LoRAAdapter) -> None:
+        """Compute what a slot will hold of an adapter, whose matrices are packed."""
+
+    def load(self, slot: int, adapter: LoRAAdapter) -> None:
+        """Fill a slot."""
 
 
 class Weight(NamedTuple):
@@ -104,11 +120,13 @@ class PackedPool(_sgl.LoRAMemoryPool):
 
     Attributes:
         packs: whether it does; not with MoE experts, nor where SGLang clears what lies past an adapter's rank.
+        vectors: what slots hold besides, where adapters may have more than factors.
         staging: on the device, shared by all loads.
     """
 
     A_buffer: dict[str, list[torch.Tensor]]
     B_buffer: dict[str, list[torch.Tensor]]
+    vectors: SlotTable | None = None
 
     def __init__(
         self,
@@ -120,6 +138,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
         slots = options["max_loras_per_batch"]
         self.ranks: Sequence[int] = ranks or (options["max_lora_rank"],) * slots
         self.places: Sequence[int] = places or range(slots)
+        self._slots = {place: slot for slot, place in enumerate(self.places)}  # the base model's comes before others'
         super().__init__(**options)
         if residency is not None:
             seams.own("LoRAMemoryPool.eviction_policy", self, residency)
@@ -140,6 +159,7 @@ class PackedPool(_sgl.LoRAMemoryPool):
         """For ``/server_info``: the rank of each slot, and the bytes of all on this rank."""
         tensors = [t for buffers in (self.A_buffer, self.B_buffer) for layers in buffers.values() for t in layers]
         tensors += self._vocabulary
+        tensors += [] if self.vectors is None else [self.vectors.table]
         return {"ranks": list(self.ranks), "bytes": sum(t.untyped_storage().nbytes() for t in tensors)}
 
     def pack(self, adapter: LoRAAdapter, lora_modules: Layers) -> Packed:
@@ -190,6 +210,8 @@ class PackedPool(_sgl.LoRAMemoryPool):
         if uid is None or not self.packs:
             super().load_lora_weight_to_buffer(uid, buffer_id, lora_adapter, lora_modules, *embeddings)
             return
+        if self.vectors is not None:
+            self.vectors.load(self._slots[buffer_id], lora_adapter)
         layout, buffer = self.pack(lora_adapter, lora_modules)
         if buffer_id not in layout.routes:
             layout.routes[buffer_id] = self._route(layout, buffer_id, lora_adapter.config.r, lora_modules)

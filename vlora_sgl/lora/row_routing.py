@@ -57,12 +57,15 @@ class RowRouting:
         pairs = (self.pairs_of(adapter, merged) for adapter in forward_batch.lora_ids)
         return list(zip(pairs, row_lengths(forward_batch), strict=True))
 
-    def tables_of(self, rows: Sequence[Run]) -> tuple[list[Run], list[int], list[float]]:
-        """What ``AtmmBackend.route`` takes: runs as long as can be, and the rank and scaling of each slot in use."""
+    def tables_of(self, rows: Sequence[Run]) -> tuple[list[Run], list[int], list[float], set[int]]:
+        """What ``AtmmBackend.route`` takes: runs as long as can be, the rank and scaling of each slot in use, and the
+        slots whose adapters have vectors."""
         runs = [(pairs, sum(n for _, n in same)) for pairs, same in groupby(rows, key=lambda run: run[0])]
         slots = self._pool.max_loras_per_batch
-        ranks, scalings = [0] * slots, [0.0] * slots
+        ranks, scalings, vectored = [0] * slots, [0.0] * slots, set()
         for slot in {slot for pairs, _ in runs for slot, _ in pairs}:
             adapter = self._adapters[self._pool.buffer_id_to_uid[slot]]
             ranks[slot], scalings[slot] = adapter.config.r, float(adapter.scaling)
-        return runs, ranks, scalings
+            if getattr(adapter, "vectors", None) is not None:
+                vectored.add(slot)
+        return runs, ranks, scalings, vectored

@@ -23,6 +23,7 @@ from vlora_sgl.lora.adapter import AdapterBuilder, content_digest
 from vlora_sgl.lora.layout import is_tower
 from vlora_sgl.lora.packed import Layers, PackedPool
 from vlora_sgl.lora.pool import fits
+from vlora_sgl.lora.vectors import has_vectors
 from vlora_sgl.routed.router_tables import RouterTables
 from vlora_sgl.routed.rows import LoadedRouted
 from vlora_sgl.routed.spec import is_routed, read_routed
@@ -117,6 +118,7 @@ class AdapterStore:
         directory = allowed_directory(ref.lora_path, self._roots if self._pool is not None else ())
         adapter = self._builder.read(ref.lora_id, directory)
         self.check(adapter.config, ref)
+        self._check_form(adapter)
         description = read_description(directory)
         heads = load_heads(directory, self._builder.hf_config.hidden_size, self._device, description)
         self.describe(adapter, description, heads)
@@ -141,6 +143,8 @@ class AdapterStore:
             return
         if self._pool.packs:
             self._pool.pack(adapter, self._modules)
+        if self._pool.vectors is not None and has_vectors([adapter]):
+            self._pool.vectors.attach(adapter)
         if torch.cuda.is_available():
             adapter.pin_weights_in_cpu()  # of embeddings and experts: what is packed is pinned
 
@@ -164,6 +168,8 @@ class AdapterStore:
                 raise AdapterError(f"member {name!r} is a routed adapter itself")
             if self.on_vocabulary([uid]):
                 raise AdapterError(f"member {name!r} has weights for the vocabulary, which no router weighs")
+            if has_vectors([self._adapters[uid]]):
+                raise AdapterError(f"member {name!r} has {self._adapters[uid].form}, which is not applied by parts")
             if self.described[uid].description.invocation is not None:
                 raise AdapterError(f"member {name!r} starts after a prefix; the router says where a member applies")
         if len(members) + 1 > self._slots:
@@ -252,6 +258,30 @@ class AdapterStore:
             )
         if ref.pinned:
             self._check_pins(config.r)
+
+    def _check_form(self, adapter: LoRAAdapter) -> None:
+        """Whether slots hold what the adapter has beyond factors; while there is no pool yet, they will.
+
+        Raises:
+            AdapterError: they do not; the message names the setting.
+        """
+        pool = self._pool
+        if adapter.form is None:
+            return
+        if self._builder.backend.name != "atmm":
+            raise AdapterError(f"it has {adapter.form}, which needs --lora-backend atmm")
+        if pool is not None and (pool.vectors is None or not pool.packs):
+            why = "start the server with --vlora-dora" if pool.packs else "this model's pool cannot hold them"
+            raise AdapterError(f"it has {adapter.form}, for which the slots have no room: {why}")
+
+    def rebase(self) -> None:
+        """Compute again what depends on the base weights, after those were updated."""
+        pool = self._pool
+        for adapter in self._adapters.values():
+            if pool is not None and pool.vectors is not None and has_vectors([adapter]):
+                pool.vectors.attach(adapter)
+                if adapter.uid in pool.uid_to_buffer_id:
+                    pool.vectors.load(pool.uid_to_buffer_id[adapter.uid], adapter)
 
     def _check_pins(self, rank: int) -> None:
         """Refuse one pin too many: the base model keeps a slot, and one must stay for everybody else."""

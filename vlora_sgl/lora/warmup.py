@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from triton.runtime.errors import OutOfResources
 
-from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, launch, make_routing
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, Vectors, launch, make_routing
 from vlora_sgl.kernels.atmm.launch import Tiles, tiles_of
 from vlora_sgl.kernels.atmm.row_routing import TILE_ROWS, is_dense
 from vlora_sgl.kernels.tiling import bucket
@@ -43,6 +43,7 @@ class Linear:
             write before the base GEMM accumulates; where an activation adds the adapters' part, it is always that
             one's.
         bias: what is added with it, if anything.
+        vectors: its slots' vectors, where adapters may have any.
     """
 
     a: torch.Tensor
@@ -50,6 +51,7 @@ class Linear:
     offsets: tuple[int, ...]
     ends: tuple[str, ...]
     bias: torch.Tensor | None
+    vectors: torch.Tensor | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -58,9 +60,10 @@ class Linear:
         return self.offsets, a.shape, a.stride(), b.shape, b.stride(), a.dtype, self.ends, self.bias is not None
 
     def tiles(self, routing: Routing) -> Iterator[Tiles]:
-        """The tiles of the calls that a batch may make."""
+        """The tiles of the calls that a batch may make; where rows have vectors, none writes before the base GEMM."""
         for end in self.ends:
-            yield tiles_of(end, self.a, self.b, routing)
+            if routing.marks is None or end != "grouped_write":
+                yield tiles_of(end, self.a, self.b, routing)
 
 
 def wrapped_linears(manager: Any) -> list[Linear]:
@@ -72,7 +75,7 @@ def wrapped_linears(manager: Any) -> list[Linear]:
                 ends = ("grouped_expand", "grouped_write") if module.fusible else ("grouped_expand",)
                 if getattr(module, "deferred", None) is not None:
                     ends = ("grouped_silu",)
-                linear = Linear(module.a, module.b, module.offsets, ends, module.own_bias)
+                linear = Linear(module.a, module.b, module.offsets, ends, module.own_bias, module.vectors)
                 found.setdefault(linear.key, linear)
     return list(found.values())
 
@@ -95,9 +98,11 @@ def compile_prefills(manager: Any, captured: int, most: int) -> int:
     compiler = _Compiler()
     for pairs, block in product((1, 2) if manager.two_slots_a_row else (1,), _blocks(fewest, slots)):
         routing = _routing(slots, pairs, block, backend.places, manager.device)
-        large = [replace(routing, rows=1 << size) for size in sizes]
-        for linear in linears:
-            _compile(linear, routing, {tiles for batch in large for tiles in linear.tiles(batch)}, compiler)
+        for marks in (None, routing.n_tiles)[: 1 + backend.marks_rows]:  # some words in the place of marks
+            routing = replace(routing, marks=marks)
+            large = [replace(routing, rows=1 << size) for size in sizes]
+            for linear in linears:
+                _compile(linear, routing, {tiles for batch in large for tiles in linear.tiles(batch)}, compiler)
     logger.info(
         "compiled %d kernels for prefills of %d to %d tokens in %.1f s",
         *(len(compiler.kernels), fewest, most, time.monotonic() - start),
@@ -123,7 +128,10 @@ def _compile(linear: Linear, routing: Routing, tiles: Iterable[Tiles], compiler:
     x, y = a.new_empty((ROWS, a.shape[2])), a.new_empty((ROWS, offsets[-1]))
     for each in tiles:
         bias = linear.bias if each.end == "grouped_write" else None  # what accumulates finds the bias in y
-        launch.run(each, (y, x, a, b, routing, offsets), bias=bias, start=compiler)
+        vectors = None
+        if routing.marks is not None and linear.vectors is not None:
+            vectors = Vectors(linear.vectors, linear.bias)
+        launch.run(each, (y, x, a, b, routing, offsets), bias=bias, vectors=vectors, start=compiler)
 
 
 class _Compiler:
@@ -138,7 +146,8 @@ class _Compiler:
 
     def __call__(self, function: Any, grid: tuple[int, ...], *args: Any, **options: object) -> None:
         sizes = (value for value in args if isinstance(value, int))
-        name = function.__name__, args[0].dtype, *sizes, *options.values()
+        left_out = tuple(value is None for value in args)
+        name = function.__name__, args[0].dtype, left_out, *sizes, *options.values()
         if name not in self.kernels:
             self.kernels.add(name)
             try:

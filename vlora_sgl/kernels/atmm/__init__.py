@@ -64,6 +64,7 @@ def atmm(
         offsets: C + 1 bounds of the stacked projections' columns, from 0 to N.
         table: tiles to use instead of the device's own table.
         vectors: of the slots that have them, and the bias that y contains; read where rows of the routing are marked.
+            ``None``: no adapter has any for this linear.
 
     Returns:
         y.
@@ -109,7 +110,8 @@ def atmm_linear(
     if weight.shape != (offsets[-1], x.shape[1]):
         raise ValueError(f"weight must be [{offsets[-1]}, {x.shape[1]}], got {tuple(weight.shape)}")
     given = None if vectors is None else Vectors(vectors, bias)
-    if not on_kernels(x.device) or not routing.rows or (routing.marks is not None and routing.gates is None):
+    changed = _wanted(given, routing) is not None
+    if not on_kernels(x.device) or not routing.rows or (changed and routing.gates is None):
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table, given)
     y = x.new_empty((routing.rows, offsets[-1]))
     launch.check(y, x, a, b, routing, offsets, given)

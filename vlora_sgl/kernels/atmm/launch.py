@@ -194,8 +194,6 @@ def check(
                 f"vectors must be float32 [{routing.slots}, 2, {n}], each slot's contiguous, got {slots.dtype} "
                 f"{tuple(slots.shape)} with strides {slots.stride()}"
             )
-    if routing.marks is not None and vectors is None:
-        raise ValueError("rows are marked for vectors, and none were given")
 
 
 def _dense(
