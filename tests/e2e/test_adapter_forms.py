@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import requests
+import torch
 
 from tests.conftest import Server
 from tests.e2e.test_reuse import load, reuse, unload
 from tests.support.engine_runs import EngineProcess
 from tests.support.head_reference import data_url, make_image, question
-from tests.support.modes import Expected, check_all
+from tests.support.modes import TEXT, Expected, check_all, engine_options
 from tests.support.reference import Reference
 from tests.support.tiny_random import make_adapter
 from vlora_sgl.platforms.cpu import is_plain_cpu
@@ -94,12 +95,66 @@ def test_switches_between_forms_leave_the_base_as_it_was(
         engine.force_mode(mode)
         check_all(engine, [name, name], wanted)
     engine.force_mode("unmerged")
+    engine.flush()
     before = check_all(engine, [None], wanted).answers[0]["meta_info"]["output_token_logprobs"]
     engine.force_mode("merged")
     check_all(engine, ["bias"], wanted)
     engine.force_mode("unmerged")
     engine.flush()
     assert check_all(engine, [None], wanted).answers[0]["meta_info"]["output_token_logprobs"] == before
+
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OF_TEXT: dict[str, dict[str, Any]] = {
+    "plain": {"target_modules": LINEARS},
+    "dora": {"target_modules": LINEARS, "use_dora": True},
+    "lora_bias": {"target_modules": ["q_proj", "v_proj"], "lora_bias": True},
+    "bias": {"target_modules": ["q_proj", "down_proj"], "bias": "all"},
+    "activated": {"target_modules": LINEARS, "task_type": "CAUSAL_LM"},
+}
+
+
+@pytest.mark.slow  # an engine of its own
+def test_a_text_model_with_biases_answers_as_peft_in_every_mode(tmp_path: Path) -> None:
+    """Slots get the room because adapters of the command line need it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.e2e.test_families import save_family
+    from tests.support.lora_adapters import tiny_adapter
+
+    path = save_family("qwen2", tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    base.save_pretrained(path)
+    prompt = AutoTokenizer.from_pretrained(path)(TEXT)["input_ids"]
+
+    def model() -> Any:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def answer(of: Any) -> list[int]:
+        ids = of.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=8)
+        return list(ids[0, len(prompt) :].tolist())
+
+    wanted: dict[str | None, list[int]] = {None: answer(model())}
+    for seed, (name, options) in enumerate(OF_TEXT.items()):
+        start = {"alora_invocation_tokens": prompt[4:6]} if name == "activated" else {}
+        tiny_adapter(model(), tmp_path / name, seed=seed, **options, **start)
+        wanted[name] = answer(PeftModel.from_pretrained(model(), tmp_path / name).eval())
+    assert len({tuple(ids) for ids in wanted.values()}) == len(wanted)
+    options = engine_options(path, {name: tmp_path / name for name in OF_TEXT})
+    with EngineProcess(options) as engine:
+        for mode, hot in itertools.product(("unmerged", "merged", "mixture"), ("dora", "bias", "lora_bias", "plain")):
+            engine.force_mode(mode)
+            for names in ([*wanted, hot, hot, hot], [hot]):
+                sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+                run = engine.generate(prompt=[TEXT] * len(names), lora_path=names, sampling_params=sampling)
+                assert [one["output_ids"] for one in run.answers] == [wanted[name] for name in names], (mode, hot)
+                if mode == "merged" and names == [hot]:
+                    assert {step.plan[1] for step in run.steps} == {"merged"}
 
 
 PROMPTS = {
@@ -144,7 +199,9 @@ def test_what_comes_before_an_invocation_is_shared_with_the_base(server: Server,
 
 
 @pytest.mark.parametrize(
-    ("options", "form"), [({"use_dora": True}, "DoRA"), ({"lora_bias": True}, "biases of B"), ({"bias": "lora_only"}, "")]
+    ("options", "form"),
+    [({"use_dora": True}, "DoRA"), ({"lora_bias": True}, "biases of B"), ({"bias": "lora_only"}, "trained biases")],
+    ids=["dora", "lora_bias", "bias"],
 )
 def test_slots_without_room_for_more_say_how_to_make_it(
     server: Server, options: Any, form: str, tmp_path: Path
