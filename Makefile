@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # Without bytecode every process compiles the thousands of files it imports (docs/startup.md).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo generate-demo test test-engines test-units lint check slow families soak clean
+.PHONY: help setup demo generate-demo test test-engines test-units lint check slow families real soak clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -46,6 +46,9 @@ slow: setup ## the tests that start engines of their own, which test leaves out 
 
 families: setup ## tiny models of every family, each on a server of its own (minutes)
 	$(PY) -m pytest tests/e2e/test_families.py --slow
+
+real: setup ## a real 135M model from a package: trained, served in every mode, exported (half an hour on two cores)
+	$(PY) -m benchmarks.real
 
 soak: setup ## half an hour of wear: adapters come and go, clients hang up, requests of any content; records its figures
 	$(PY) -m tests.soak

@@ -120,10 +120,10 @@ def test_a_text_model_with_biases_answers_as_peft_in_every_mode(tmp_path: Path) 
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tests.e2e.test_families import save_family
     from tests.support.lora_adapters import tiny_adapter
+    from tests.support.served_families import save
 
-    path = save_family("qwen2", tmp_path / "model")
+    path, _ = save("qwen2", tmp_path)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in base.named_parameters():

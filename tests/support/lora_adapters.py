@@ -12,10 +12,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2_5_VLConfig,
@@ -24,6 +33,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -88,17 +99,60 @@ def _llava(text: Config, tokens: Config, more: Config) -> nn.Module:
         vision_config=vision,
         text_config=LlamaConfig(**text),
         image_token_index=tokens["image_token_id"],
-        vision_feature_layer=-1,
+        vision_feature_layer=-2,
         tie_word_embeddings=False,
     )
     return LlavaForConditionalGeneration(config)
 
 
+def _internvl(text: Config, tokens: Config, more: Config) -> nn.Module:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    # SGLang cuts images of this model into tiles of 448 pixels, whatever its configuration says.
+    vision = {**small, "image_size": 448, "patch_size": 112, "attention_bias": True, **more}
+    config = InternVLConfig(
+        vision_config=vision,
+        text_config=Qwen2Config(**text),
+        image_token_id=tokens.get("context_token_id", tokens["image_token_id"]),
+        tie_word_embeddings=False,
+    )
+    return InternVLForConditionalGeneration(config)
+
+
+def _mistral3(text: Config, tokens: Config, more: Config) -> nn.Module:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Mistral3Config(
+        vision_config={**small, "head_dim": 16, "image_size": 32, "patch_size": 8, "hidden_act": "silu", **more},
+        text_config=MistralConfig(**text, head_dim=8, sliding_window=None),
+        image_token_index=tokens["image_token_id"],
+        tie_word_embeddings=False,
+    )
+    return Mistral3ForConditionalGeneration(config)
+
+
+def _gemma3(text: Config, tokens: Config, more: Config) -> nn.Module:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Gemma3Config(
+        vision_config={**small, "image_size": 32, "patch_size": 8, **more},
+        text_config=Gemma3TextConfig(**text, head_dim=8, sliding_window=16, sliding_window_pattern=2),
+        mm_tokens_per_image=4,
+        image_token_index=tokens["image_token_id"],
+        boi_token_index=tokens.get("boi_token_id", 104),
+        eoi_token_index=tokens.get("eoi_token_id", 105),
+        tie_word_embeddings=False,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
 _BUILDERS: dict[str, Callable[[Config, Config, Config], nn.Module]] = {
     "llama": lambda text, *_: LlamaForCausalLM(LlamaConfig(**text)),
     "qwen2": lambda text, *_: Qwen2ForCausalLM(Qwen2Config(**text)),
+    "qwen3": lambda text, *_: Qwen3ForCausalLM(Qwen3Config(**text, head_dim=16)),
+    "mistral": lambda text, *_: MistralForCausalLM(MistralConfig(**text, sliding_window=None)),
     "phi3": lambda text, *_: Phi3ForCausalLM(Phi3Config(**{**text, "pad_token_id": 0})),
     "llava": _llava,
+    "internvl": _internvl,
+    "mistral3": _mistral3,
+    "gemma3": _gemma3,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen25_vl,
     "qwen3_vl": _qwen3_vl,

@@ -46,10 +46,11 @@ def logprob_bounds(
         if torch.is_tensor(y) and y.requires_grad:
             seen.append((module, inputs[0] if inputs else y, y))
 
-    layers = model.model.language_model.layers  # type: ignore[union-attr]
-    watched = [m for m in model.modules() if not list(m.children())] + list(layers)  # type: ignore[arg-type]
+    inner: Any = model.model
+    layers = getattr(inner, "language_model", inner).layers
+    watched = [m for m in model.modules() if not list(m.children())] + list(layers)
     handles = [module.register_forward_hook(note) for module in watched]
-    weights = [p for p in layers.parameters() if p.ndim == 2]  # type: ignore[union-attr]
+    weights = [p for p in layers.parameters() if p.ndim == 2]
     try:
         for weight in weights:
             weight.requires_grad_(True)

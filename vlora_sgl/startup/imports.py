@@ -49,15 +49,23 @@ def disable_other_models(model_path: str) -> None:
     if DISABLED_MODELS in os.environ or package is None or not config.is_file():
         return
     with contextlib.suppress(ValueError):
-        names = json.loads(config.read_text()).get("architectures") or []
+        settings = json.loads(config.read_text())
+        names = settings.get("architectures") or []
         defines = re.compile("|".join(rf"class {re.escape(name)}\b" for name in names) or r"(?!)")
         sources = {path.stem: path.read_text() for path in package.glob("*.py")}
         others = [stem for stem, text in sources.items() if not defines.search(text)]
-        # A wrapper such as LLaVA's looks its language model up by name: then any of the others may be wanted.
+        # A wrapper such as LLaVA's looks its parts up by name; where their kinds name no modules it may want any.
+        parts = {_kind(settings.get(f"{part}_config")) for part in ("text", "vision")} & sources.keys()
         wraps = any("ModelRegistry" in text for text in sources.values() if defines.search(text))
-        if len(others) < len(sources) and not wraps:
-            keep = {"__init__", "registry", "transformers"}
+        if len(others) < len(sources) and (parts or not wraps):
+            keep = {"__init__", "registry", "transformers", *parts}
             os.environ[DISABLED_MODELS] = ",".join(sorted(set(others) - keep))
+
+
+def _kind(part: object) -> str:
+    """What a part of a model says it is; the original LLaVA's configuration has no parts, and is a Llama."""
+    kind = part.get("model_type") if isinstance(part, dict) else "llama"
+    return str(kind).removesuffix("_vision_model")
 
 
 def import_needed_processors(original: Callable[..., None], package_name: str, overwrite: bool = False) -> None:
