@@ -152,8 +152,6 @@ NAMES: dict[str, str] = {
     "Qwen2_5_VisionBlock": "sglang.srt.models.qwen2_5_vl:Qwen2_5_VisionBlock",
     "Qwen2_5_VisionPatchEmbed": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionPatchEmbed",
     "VisionAttention": "sglang.srt.layers.attention.vision:VisionAttention",
-    "Qwen2VLProcessor": "transformers.models.qwen2_vl.processing_qwen2_vl:Qwen2VLProcessor",
-    "Qwen2_5_VLProcessor": "transformers.models.qwen2_5_vl.processing_qwen2_5_vl:Qwen2_5_VLProcessor",
     # LoRA
     "lora_module": "sglang.srt.lora.lora",
     "LoadConfig": "sglang.srt.configs.load_config:LoadConfig",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from tests.conftest import TinyModel
-from tests.support.stand_in import passing_for
+from tests.support.served_families import FAMILIES
+from tests.support.tiny_random import VOCABULARY_TEXT
+from tools.tiny.build import build_tokenizer
 from vlora_sgl.errors import RequestError
 from vlora_sgl.multimodal import image_requests
 
@@ -190,20 +193,37 @@ def test_other_processors_are_not_covered(tiny_model: TinyModel, change: Callabl
         added_tokens_decoder={key: SimpleNamespace(**vars_of(token)) for key, token in decoder.items()},
         init_kwargs=dict(loaded.tokenizer.init_kwargs),
     )
-    standing_in = passing_for("Qwen2_5_VLProcessor")()
-    vars(standing_in).update(
-        tokenizer=fake,
-        image_processor=loaded.image_processor,
-        image_token_id=loaded.image_token_id,
-        valid_processor_kwargs=loaded.valid_processor_kwargs,
-        _merge_kwargs=functools.partial(merge, loaded),
-    )
+    standing_in = copy.copy(loaded)
+    vars(standing_in).update(tokenizer=fake, _merge_kwargs=functools.partial(merge, loaded))
     assert image_requests.halves_of(standing_in)._settings_for("cpu") is not None  # type: ignore[union-attr]
     image_requests.halves_of.cache_clear()
     change(standing_in)
     found = image_requests.halves_of(standing_in)
     image_requests.halves_of.cache_clear()
     assert found is None or found._settings_for("cpu") is None
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_what_stands_in_for_a_processor_gives_what_it_gives(name: str, whole_calls: list[str]) -> None:
+    kind = FAMILIES[name]
+    loaded = kind.processor(build_tokenizer(VOCABULARY_TEXT))
+    text, images = f"red{kind.shown} green{kind.shown * 2}", SEVERAL[:3]
+    shown = [image.convert("RGB") for image in images]
+    halves = image_requests.halves_of(loaded)
+    assert halves is not None
+    mine = halves(text=[text], images=shown, padding=True, return_tensors="pt")
+    assert not whole_calls
+    theirs = loaded(text=[text], images=shown, padding=True, return_tensors="pt")
+    assert mine.keys() == theirs.keys() - {"attention_mask", "mm_token_type_ids"}  # type: ignore[attr-defined]
+    for key, value in mine.items():  # type: ignore[attr-defined]
+        assert_same([value], [theirs[key]])
+
+
+@pytest.mark.parametrize("name", ["mistral3", "gemma3"])
+def test_processors_with_steps_of_their_own_are_not_covered(name: str) -> None:
+    tokenizer = build_tokenizer(VOCABULARY_TEXT)
+    tokenizer._set_model_specific_special_tokens(FAMILIES[name].more_tokens or {})
+    assert image_requests.halves_of(FAMILIES[name].processor(tokenizer)) is None
 
 
 def merge(loaded: Any, kinds: Any, tokenizer_init_kwargs: dict[str, Any], **kwargs: Any) -> Any:

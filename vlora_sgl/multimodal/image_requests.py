@@ -18,11 +18,12 @@ from vlora_sgl import _sgl
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import RequestError
 
-PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
-"""Processors of transformers that replace one placeholder by one per image token, and do nothing else to a text."""
+STEPS = ("__call__", "prepare_inputs_layout", "validate_inputs", "_process_images", "get_text_with_replacements")
+"""A processor that has these of ``ProcessorMixin``, and says what stands for an image, does nothing else to a text."""
 
-WITHOUT_EFFECT = frozenset({"padding", "padding_side", "return_tensors", "return_mm_token_type_ids", "verbose"})
-"""Settings of a tokenizer that change no id of a single text. (SGLang reads no token types of these models.)"""
+WITHOUT_EFFECT = frozenset({"padding", "padding_side", "return_tensors", "verbose"})
+WITHOUT_EFFECT |= {"return_token_type_ids", "return_mm_token_type_ids", "return_text_replacement_offsets"}
+"""Settings of a tokenizer that change no id of a single text. (SGLang reads none of the last three of these models.)"""
 
 
 def process_mm_data(
@@ -52,7 +53,7 @@ class Halves:
     it stands there once or a thousand times.
 
     Args:
-        processor: one of ``PROCESSORS``.
+        processor: one that ``is_plain``.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -70,8 +71,13 @@ class Halves:
             ids = self.tokenizer(text[0])["input_ids"]
         if settings is None or ids.count(placeholder) != len(images):
             return self.processor(text=text, images=images, **kwargs)
-        features = self.image_processor(images, **settings)
-        counts = (features["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2).tolist()
+        features, token = self.image_processor(images, **settings), self.processor.image_token
+        shown = [self.processor.replace_image_token(features, image_idx=n) for n in range(len(images))]
+        counts = [one.count(token) for one in shown]
+        if any(one != token * count for one, count in zip(shown, counts, strict=True)):
+            return self.processor(text=text, images=images, **kwargs)  # an image is more than its placeholders
+        for name in self.processor.unused_input_names:
+            features.pop(name, None)
         features["input_ids"] = torch.tensor([repeated(ids, placeholder, counts)])
         return features
 
@@ -94,12 +100,20 @@ class Halves:
 @lru_cache(maxsize=64)  # SGLang keeps one per thread
 def halves_of(processor: Any) -> Halves | None:
     """What stands in for a processor; ``None`` for one that is not covered."""
-    if not _sgl.is_a(processor, *PROCESSORS):
+    if not is_plain(processor):
         return None
     token = processor.tokenizer.added_tokens_decoder.get(processor.image_token_id)
     if token is None or token.lstrip or token.rstrip or token.single_word or token.normalized:
         return None  # what is around such a token may depend on it
     return Halves(processor)
+
+
+def is_plain(processor: object) -> bool:
+    """Whether transformers makes ids of a text with images by ``STEPS`` alone: as it does for LLaVA and all of Qwen."""
+    kind, base = type(processor), _sgl.ProcessorMixin
+    if not isinstance(processor, base) or kind.replace_image_token is base.replace_image_token:
+        return False
+    return all(getattr(kind, step) is getattr(base, step) for step in STEPS)
 
 
 def repeated(ids: Iterable[int], placeholder: int, counts: Iterable[int]) -> list[int]:
