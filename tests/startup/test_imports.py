@@ -44,6 +44,37 @@ def test_nothing_is_disabled_when_no_module_defines_the_model(
     assert imports.DISABLED_MODELS not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("architecture", "parts", "kept"),
+    [
+        (
+            "LlavaForConditionalGeneration",
+            {"text": "llama", "vision": "clip_vision_model"},
+            {"llama", "clip", "llava"},
+        ),
+        ("LlavaLlamaForCausalLM", {}, {"llama", "llava"}),
+        ("Mistral3ForConditionalGeneration", {"text": "mistral", "vision": "pixtral"}, {"mistral", "pixtral"}),
+    ],
+)
+def test_a_wrappers_parts_are_not_disabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, parts: dict[str, str], kept: set[str]
+) -> None:
+    monkeypatch.delenv(imports.DISABLED_MODELS, raising=False)
+    path = checkpoint(tmp_path, architecture)
+    settings = {"architectures": [architecture]}
+    settings |= {f"{part}_config": {"model_type": kind} for part, kind in parts.items()}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    imports.disable_other_models(path)
+    disabled = set(os.environ.pop(imports.DISABLED_MODELS).split(","))
+    assert "qwen2_5_vl" in disabled and not disabled & kept
+
+
+def test_a_wrapper_of_parts_that_are_no_modules_may_want_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(imports.DISABLED_MODELS, raising=False)
+    imports.disable_other_models(checkpoint(tmp_path, "LlavaForConditionalGeneration"))
+    assert imports.DISABLED_MODELS not in os.environ
+
+
 def test_the_users_switch_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(imports.DISABLED_MODELS, "llama")
     imports.disable_other_models(checkpoint(tmp_path, "Qwen2_5_VLForConditionalGeneration"))

@@ -132,7 +132,7 @@ def _mistral3(text: Config, tokens: Config, more: Config) -> nn.Module:
 def _gemma3(text: Config, tokens: Config, more: Config) -> nn.Module:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Gemma3Config(
-        vision_config={**small, "image_size": 32, "patch_size": 8, **more},
+        vision_config={**small, "image_size": 32, "patch_size": 8, "vision_use_head": False, **more},
         text_config=Gemma3TextConfig(**text, head_dim=8, sliding_window=16, sliding_window_pattern=2),
         mm_tokens_per_image=4,
         image_token_index=tokens["image_token_id"],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers as t
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -36,6 +36,7 @@ class Family:
         vision: changes to the tower's configuration.
         processor: its processor, given the tokenizer.
         inputs: what transformers is given for a text with images, if that is not what its processor makes of them.
+        backend: what resizes its images on a server.
         more_tokens: special tokens that it has besides.
         served: writes the checkpoint that is served, if that is in another layout than transformers'.
     """
@@ -46,6 +47,7 @@ class Family:
     vision: dict[str, Any] | None = None
     processor: Callable[[Any], Any] = lambda tokenizer: tokenizer
     inputs: Callable[[Any, str, list[Image.Image]], Inputs] | None = None
+    backend: str = "pil"
     more_tokens: dict[str, str] | None = None
     served: Callable[[nn.Module, Any, Path], None] | None = None
 
@@ -237,6 +239,14 @@ def _of(model: Any, name: str) -> torch.Tensor:
     return weight
 
 
+def _save_published_gemma(model: Any, processor: Any, directory: Path) -> None:
+    """The tower's names as in Google's files; transformers has since shortened what it writes."""
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    weights = {name.replace("vision_tower.", "vision_tower.vision_model."): w for name, w in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 # What transformers is given
 
 
@@ -268,9 +278,15 @@ FAMILIES = {
     "qwen3": Family("qwen3"),
     "mistral": Family("mistral"),
     "phi3": Family("phi3"),
-    "llava": Family("llava", IMAGE, processor=_llava_processor),
+    "llava": Family("llava", IMAGE, processor=_llava_processor, backend="torchvision"),
     "llava_original": Family(
-        "llava", IMAGE, (48, 32), processor=_llava_processor, inputs=_squared, served=_save_original_llava
+        "llava",
+        IMAGE,
+        (48, 32),
+        processor=_llava_processor,
+        inputs=_squared,
+        backend="torchvision",
+        served=_save_original_llava,
     ),
     # SGLang takes rows of any other width than that of 14 x 14 patches for embeddings that are done.
     "qwen2_vl": Family("qwen2_vl", QWEN, (112, 56), {"patch_size": 14}, _qwen_processor(t.Qwen2VLProcessor, 14)),
@@ -285,8 +301,10 @@ FAMILIES = {
     "internvl3": Family(
         "internvl", "<image>", (64, 64), inputs=_tiled, more_tokens=INTERN, served=_save_original_intern
     ),
-    "mistral3": Family("mistral3", IMAGE, (32, 16), processor=_pixtral_processor),
-    "gemma3": Family("gemma3", GEMMA["boi_token"], processor=_gemma_processor, more_tokens=GEMMA),
+    "mistral3": Family("mistral3", IMAGE, processor=_pixtral_processor),
+    "gemma3": Family(
+        "gemma3", GEMMA["boi_token"], processor=_gemma_processor, more_tokens=GEMMA, served=_save_published_gemma
+    ),
 }
 
 
@@ -304,8 +322,9 @@ class Reference:
         self.family, sees = FAMILIES[name], bool(FAMILIES[name].shown)
         has_processor = sees and self.family.inputs is not _tiled
         self.processor: Any = (t.AutoProcessor if has_processor else t.AutoTokenizer).from_pretrained(directory)
-        if has_processor:  # the server's, on a CPU; torchvision's resizes a little differently
-            self.processor.image_processor = t.AutoImageProcessor.from_pretrained(directory, backend="pil")
+        if has_processor:  # torchvision resizes a little differently
+            images = t.AutoImageProcessor.from_pretrained(directory, backend=self.family.backend)
+            self.processor.image_processor = images
         base = load(name, directory)
         (first, path), *others = adapters.items()
         self.model = PeftModel.from_pretrained(base, path, adapter_name=first)

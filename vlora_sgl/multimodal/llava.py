@@ -50,7 +50,9 @@ class ClipTower(_sgl.CLIPVisionModel):
         super().__init__(config, quant_config, prefix)
         for layer in self.vision_model.encoder.layers:
             layer.mlp.act = ACT2FN[config.hidden_act]
-            layer.self_attn.qkv_backend.flatten_batch = False  # torch's attention takes one image only, where it is set
+            layer.self_attn.qkv_backend.flatten_batch = (
+                False  # torch's attention takes one image only, where it is set
+            )
 
     def states(self, pixel_values: torch.Tensor, depth: int) -> list[torch.Tensor]:
         """Hidden states [images, 1 + patches, width] before each of the first ``depth`` layers, and behind the last.

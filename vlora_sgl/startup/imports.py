@@ -56,6 +56,7 @@ def disable_other_models(model_path: str) -> None:
         others = [stem for stem, text in sources.items() if not defines.search(text)]
         # A wrapper such as LLaVA's looks its parts up by name; where their kinds name no modules it may want any.
         parts = {_kind(settings.get(f"{part}_config")) for part in ("text", "vision")} & sources.keys()
+        parts |= {"llama"} if "LlavaLlamaForCausalLM" in names else set()  # whose configuration has no parts
         wraps = any("ModelRegistry" in text for text in sources.values() if defines.search(text))
         if len(others) < len(sources) and (parts or not wraps):
             keep = {"__init__", "registry", "transformers", *parts}
@@ -63,9 +64,8 @@ def disable_other_models(model_path: str) -> None:
 
 
 def _kind(part: object) -> str:
-    """What a part of a model says it is; the original LLaVA's configuration has no parts, and is a Llama."""
-    kind = part.get("model_type") if isinstance(part, dict) else "llama"
-    return str(kind).removesuffix("_vision_model")
+    """What a part of a model says it is, as a module of SGLang's would be called."""
+    return str(part.get("model_type")).removesuffix("_vision_model") if isinstance(part, dict) else ""
 
 
 def import_needed_processors(original: Callable[..., None], package_name: str, overwrite: bool = False) -> None:
