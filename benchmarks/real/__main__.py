@@ -171,13 +171,14 @@ def main() -> None:
     gc.collect()
     answers = [*served(model_dir, adapters, cases, MODES), *served(exported, {}, cases, ["exported"])]
     reference = Reference(model_dir, adapters)
-    largest: Counter[str] = Counter()
+    largest: dict[str, float] = dict.fromkeys((*MODES, "exported"), 0.0)
     swapped: Counter[str] = Counter()
     mismatches = 0
     for mode, case, ids, logprobs in answers:
         said = reference.read(case, ids)
         same = len(ids) if said.wrong is None else said.wrong
-        largest[mode] = max(largest[mode], *(abs(a - b) for a, b in zip(logprobs[:same], said.logprobs[:same])), 0.0)
+        apart = (torch.tensor(logprobs) - torch.tensor(said.logprobs))[:same].abs()
+        largest[mode] = max(largest[mode], float(apart.max()) if same else 0.0)
         if said.wrong is not None:
             swapped[mode] += 1
             mismatches += said.behind > 2 * bound(model_dir, adapters, case, ids[: said.wrong + 1])

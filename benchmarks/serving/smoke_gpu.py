@@ -5,7 +5,8 @@ and prefills: every row of a mixed batch (base, A, B, A) must have the greedy to
 transformers + PEFT in float32 on the CPU but for near ties of the random model, and heads their answers.
 ``--attention-backend`` is Triton's, FlashAttention 3 (which has bfloat16 only) or flashinfer's. ``--modes`` adds every
 inference mode, with adapters that are more than plain LoRA (DoRA, biases, activated), several as one and some on the
-vocabulary, adapters whose numbers are not finite in bfloat16, and two tensor-parallel ranks on two cards.
+vocabulary, adapters whose numbers are not finite in bfloat16, and two tensor-parallel ranks on two cards;
+``--families`` a server for a tiny model of each family (docs/models.md).
 Takes about two minutes, four with ``--modes``. Prints the card, the versions and the seconds; exits with pytest's
 status.
 """
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server-flags", default="", help="more flags for the server, in one string")
     parser.add_argument("--select", default="", help="pytest's -k: which of the checks to run")
     parser.add_argument("--modes", action="store_true", help="also check every inference mode, and two ranks")
+    parser.add_argument("--families", action="store_true", help="also check a tiny model of each family")
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
     options = parser.parse_args(argv)
     fa3 = options.attention_backend == "fa3"
@@ -53,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "test_vocabulary.py",
     )
     command += [f"tests/e2e/{name}" for name in (*modes, *names)] if options.modes else []
+    command += ["--slow", "tests/e2e/test_families.py"] if options.families else []
     command += ["-k", options.select] if options.select else []
     if options.dry_run:
         print(f"VLORA_TEST_SERVER_ARGS={flags!r}", *command)

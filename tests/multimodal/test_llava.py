@@ -55,7 +55,7 @@ def test_both_layouts_weights_have_one_set_of_names(original: tuple[Path, Path])
 def test_tiles_are_sglangs_which_needs_cuda(original: tuple[Path, Path], changes: Any, monkeypatch: Any) -> None:
     config = config_of(original[0], **changes)
     monkeypatch.setattr(llava, "is_plain_cpu", lambda: True)
-    with pytest.raises(ConfigError, match="image_aspect_ratio 'anyres.* on CUDA only"):
+    with pytest.raises(ConfigError, match=r"image_aspect_ratio 'anyres.* on CUDA only"):
         llava.is_served(config)
     monkeypatch.setattr(llava, "is_plain_cpu", lambda: False)
     assert not llava.is_served(config)
@@ -65,7 +65,7 @@ def test_tiles_are_sglangs_which_needs_cuda(original: tuple[Path, Path], changes
 
 
 def test_another_projector_is_refused_by_name(original: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError, match="mm_projector_type: expected 'mlp2x_gelu'.* got 'linear'"):
+    with pytest.raises(ConfigError, match=r"mm_projector_type: expected 'mlp2x_gelu'.* got 'linear'"):
         llava.transformers_config(config_of(original[0], mm_projector_type="linear"))
 
 

@@ -23,7 +23,7 @@ STEPS = ("__call__", "prepare_inputs_layout", "validate_inputs", "_process_image
 
 WITHOUT_EFFECT = frozenset({"padding", "padding_side", "return_tensors", "verbose"})
 WITHOUT_EFFECT |= {"return_token_type_ids", "return_mm_token_type_ids", "return_text_replacement_offsets"}
-"""Settings of a tokenizer that change no id of a single text. (SGLang reads none of the last three of these models.)"""
+"""Settings of a tokenizer that change no id of a single text. (SGLang reads none of the last three.)"""
 
 
 def process_mm_data(
@@ -109,7 +109,7 @@ def halves_of(processor: Any) -> Halves | None:
 
 
 def is_plain(processor: object) -> bool:
-    """Whether transformers makes ids of a text with images by ``STEPS`` alone: as it does for LLaVA and all of Qwen."""
+    """Whether transformers makes ids of a text with images by ``STEPS`` alone, as for LLaVA and Qwen."""
     kind, base = type(processor), _sgl.ProcessorMixin
     if not isinstance(processor, base) or kind.replace_image_token is base.replace_image_token:
         return False

@@ -1,6 +1,6 @@
 """LLaVA with a CLIP tower: both layouts of its checkpoints, on whatever SGLang runs on.
 
-SGLang 0.5.17 serves the original layout (``mm_vision_tower``) on CUDA alone, and by a way with images of its own, which
+SGLang 0.5.17 serves the original layout (``mm_vision_tower``) on CUDA alone, and by a way with images of its own that
 no cache of embeddings sees. Of transformers' layout it does not find the tower. Here both are one model of SGLang's
 parts: its language model, its CLIP encoder, and the way with images that its other models have. What LLaVA's later
 releases do (``anyres`` tiles, SigLIP towers) is left to SGLang's model.
