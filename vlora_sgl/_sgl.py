@@ -289,6 +289,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "TokenizerManager._handle_abort_req": ("self", "recv_obj"),
     "Scheduler.unload_lora_adapter": ("self", "recv_req"),
     "Scheduler.on_idle": ("self",),
+    "Scheduler.is_fully_idle": ("self",),
     "OpenAIServingChat._apply_jinja_template": ("self", "request", "tools", "is_multimodal"),
     "OpenAIServingChat._apply_conversation_template": ("self", "request", "is_multimodal"),
     "TokenizersBackend._encode_plus": ("self", "text"),

@@ -369,7 +369,7 @@ class Qwen2_5_VisionTransformer(Protocol):
     """``models/qwen2_5_vl``: the image encoder."""
 
     blocks: Sequence[Qwen2_5_VisionBlock]
-    patch_embed: Callable[[torch.Tensor], torch.Tensor]
+    patch_embed: Any  # called, and asked for the shape of its convolution
     merger: Callable[[torch.Tensor], torch.Tensor]
     spatial_merge_unit: int
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,26 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.waiting_queue, made.refuses, made._engine_paused = [], [], False
     monkeypatch.setattr(made.prefixes, "returned", lambda req: None)
     return made
+
+
+@pytest.mark.parametrize("saver", [False, True])
+@pytest.mark.parametrize("fully", [False, True])
+def test_what_encoders_capture_waits_until_nothing_runs(
+    idle: Any, monkeypatch: pytest.MonkeyPatch, fully: bool, saver: bool
+) -> None:
+    steps: list[str] = []
+    graphs = SimpleNamespace(capture_wanted=lambda: steps.append("captured"))
+    runner = SimpleNamespace(vision_graphs=graphs, server_args=SimpleNamespace(enable_memory_saver=saver))
+    idle.early_encoding = EarlyEncoding(runner, None, nullcontext, lambda req: 0)  # type: ignore[arg-type]
+    stock = VLoraScheduler.__mro__[1]
+    monkeypatch.setattr(stock, "is_fully_idle", lambda self: fully)
+    monkeypatch.setattr(stock, "on_idle", lambda self: steps.append("sleeps"))
+    monkeypatch.setattr(VLoraScheduler, "_unload_drained", lambda self: None)
+    idle.on_idle()
+    assert steps == ["captured"] * (fully and not saver) + ["sleeps"]
+    runner.vision_graphs = None
+    idle.on_idle()
+    assert steps[-1] == "sleeps"
 
 
 def pictured(number: int) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl.multimodal import vision_graphs
-from vlora_sgl.multimodal.vision_graphs import AFTER, MAX_PATCHES, MAX_TOGETHER, VisionGraphs
+from vlora_sgl.multimodal.vision_graphs import AFTER, COMMON, MAX_PATCHES, MAX_TOGETHER, OVERDUE, VisionGraphs
 from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
 
 WRONG = 98
@@ -21,6 +21,9 @@ WRONG = 98
 
 class Encoder:
     """An encoder that doubles its input and counts its eager runs."""
+
+    dtype = torch.float32
+    patch_embed = SimpleNamespace(proj=SimpleNamespace(weight=torch.zeros(3, 1, 1, 1, 2)))
 
     def __init__(self, device: str = "cpu") -> None:
         self.device, self.blocks, self.eager = torch.device(device), (), 0
@@ -58,16 +61,56 @@ def ask(graphs: VisionGraphs, *grid: int, times: int = 1) -> None:
         assert torch.equal(graphs(x, torch.tensor([grid])), 2 * x)
 
 
-def test_a_size_is_captured_after_a_few_images_and_then_replayed(captured: list[torch.Tensor]) -> None:
+def test_a_size_that_keeps_coming_is_captured_when_nothing_runs_and_then_replayed(captured: list[torch.Tensor]) -> None:
     encoder = Encoder()
     graphs = VisionGraphs(encoder, 4)
-    ask(graphs, 1, 2, 2, times=AFTER)
-    assert not captured
-    ask(graphs, 1, 2, 2, times=5)
+    ask(graphs, 1, 2, 2, times=AFTER - 1)
+    assert not graphs.capture_wanted(), "too few to want a graph"
+    ask(graphs, 1, 2, 2, times=2)
+    assert not captured, "requests wait for no capture"
+    assert graphs.capture_wanted() and not graphs.capture_wanted()
     assert len(captured) == 1 and encoder.eager == AFTER + 2  # one of them beside the capture
+    ask(graphs, 1, 2, 2, times=4)
     assert graphs.state() == {"graphs": 1, "graph_replays": 4}
     ask(graphs, 1, 1, 4, times=2)  # as many patches, another grid
     assert encoder.eager == AFTER + 4
+
+
+def test_a_server_that_is_never_idle_captures_in_the_end(captured: list[torch.Tensor]) -> None:
+    graphs = VisionGraphs(Encoder(), 4)
+    ask(graphs, 1, 2, 2, times=OVERDUE - 1)
+    assert not captured
+    ask(graphs, 1, 2, 2)
+    assert len(captured) == 1
+    assert not graphs.capture_wanted(), "it is not captured twice"
+
+
+@pytest.mark.parametrize("limit", [1, 16])
+def test_common_sizes_are_captured_one_at_a_time_before_any_image_comes(
+    captured: list[torch.Tensor], limit: int
+) -> None:
+    graphs = VisionGraphs(Encoder(), limit, COMMON)
+    for number in range(1, min(limit, len(COMMON)) + 1):
+        assert graphs.capture_wanted() and len(captured) == number
+    assert not graphs.capture_wanted() and graphs.state()["graphs"] == min(limit, len(COMMON))
+    ask(graphs, *COMMON[0])
+    assert graphs.state()["graph_replays"] == 1
+
+
+def test_common_sizes_are_whole_images() -> None:
+    """Patches are merged two by two, and all of them together fit no limit but that of a graph."""
+    assert all(t == 1 and h % 2 == w % 2 == 0 and h * w <= MAX_PATCHES for t, h, w in COMMON)
+    assert len(set(COMMON)) == len(COMMON)
+
+
+def test_no_size_is_wanted_that_is_long_forgotten(captured: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision_graphs, "REMEMBERED", 3)
+    graphs = VisionGraphs(Encoder(), 16)
+    for height in range(2, 12, 2):
+        ask(graphs, 1, height, 2, times=AFTER)
+    while graphs.capture_wanted():
+        pass
+    assert [grid[0, 1].item() for grid in captured] == [6, 8, 10]
 
 
 def test_several_images_replay_the_graphs_of_their_sizes(captured: list[torch.Tensor]) -> None:
@@ -79,7 +122,8 @@ def test_several_images_replay_the_graphs_of_their_sizes(captured: list[torch.Te
         x = torch.rand(sum(t * h * w for t, h, w in grids), 2)
         assert torch.equal(graphs(x, torch.tensor(grids)), 2 * x)
 
-    together(small, small, large, small, small)  # the fourth of the small ones is captured
+    together(small, small, large, small, small)
+    assert graphs.capture_wanted() and not graphs.capture_wanted()
     assert [grid.tolist() for grid in captured] == [[list(small)]]
     eager = encoder.eager
     together(small, small)
@@ -97,25 +141,26 @@ def test_the_least_recently_used_size_leaves(captured: list[torch.Tensor]) -> No
     encoder = Encoder()
     graphs = VisionGraphs(encoder, 2)
     for height in (2, 4, 2, 6):
-        ask(graphs, 1, height, 2, times=AFTER + 2)
+        ask(graphs, 1, height, 2, times=AFTER)
+        graphs.capture_wanted()
     assert graphs.state()["graphs"] == 2 and len(captured) == 3
     eager = encoder.eager
     ask(graphs, 1, 2, 2)
     assert encoder.eager == eager, "the size used in between must have stayed"
-    ask(graphs, 1, 4, 2, times=AFTER)
-    assert len(captured) == 3, "the size that left is counted anew"
+    ask(graphs, 1, 4, 2, times=AFTER - 1)
+    assert not graphs.capture_wanted() and len(captured) == 3, "the size that left is counted anew"
 
 
 def test_a_graph_that_computes_something_else_is_never_used(captured: list[torch.Tensor]) -> None:
     graphs = VisionGraphs(Encoder(), 2)
-    ask(graphs, 1, 2, WRONG, times=AFTER + 4)
+    ask(graphs, 1, 2, WRONG, times=OVERDUE + 4)
     assert graphs.state() == {"graphs": 0, "graph_replays": 0} and graphs.limit == 0
     assert not graphs.serves([])
 
 
 def test_large_inputs_stay_eager(captured: list[torch.Tensor]) -> None:
     graphs = VisionGraphs(Encoder(), 2)
-    for _ in range(AFTER + 2):
+    for _ in range(OVERDUE + 2):
         graphs(torch.zeros(MAX_PATCHES + 1, 1), torch.tensor([[1, 2, 2]]))
     assert not captured
 
@@ -160,7 +205,7 @@ def test_what_the_blocks_are_given_is_noted_and_nothing_stays_behind(monkeypatch
     encoder.blocks = (Block(), Block())
     encoder.forward = lambda x, grid: encoder.blocks[1](encoder.blocks[0](x, shift=1), shift=2)
     graphs = VisionGraphs(encoder, 1)
-    for _ in range(AFTER + 1):
+    for _ in range(OVERDUE):
         graphs(torch.zeros(4, 2), torch.tensor([[1, 2, 2]]))
     assert given == [[{"shift": 1}, {"shift": 2}]] and graphs.state()["graphs"] == 1
     assert not any("forward" in vars(block) for block in encoder.blocks)

@@ -243,6 +243,8 @@ class VLoraScheduler(_sgl.Scheduler):
     def on_idle(self) -> None:
         """SGLang's, which may sleep until a message comes: not before the last row's adapter is gone."""
         self._unload_drained()
+        if self.is_fully_idle():
+            self.early_encoding.idle()
         super().on_idle()
 
     def _unload_drained(self) -> None:

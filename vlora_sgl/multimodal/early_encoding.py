@@ -78,6 +78,13 @@ class EarlyEncoding:
         if self.encode(req):
             self._started = req
 
+    def idle(self) -> None:
+        """Nothing runs: capture a size that is wanted, unless the weights may have been moved out of the device."""
+        graphs = self._runner.vision_graphs
+        if graphs is not None and not self._runner.server_args.enable_memory_saver:
+            with self._on_forward_stream():
+                graphs.capture_wanted()
+
     def begin(self) -> None:
         """A batch is about to be formed."""
         self._first = True

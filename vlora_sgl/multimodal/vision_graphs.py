@@ -2,9 +2,13 @@
 
 An encoder of 32 blocks is some 600 launches; on a recent GPU they take the host longer than the work of a small image
 takes the device, so the host sets the time to the first token. A camera or a web page sends images of few sizes, so
-after a few of one size its encoder is captured and replayed. Everything but the pixels depends on the grid alone
+the encoder is captured for those of a few, and replayed. Everything but the pixels depends on the grid alone
 (positions, windows, lengths): the key is the grid, and the recorded arguments of the blocks are the graph's constants.
 Of several images that are encoded together each replays its size's graph: combinations are too many to capture.
+
+A capture stops the scheduler: torch gives back what memory it keeps, pinned memory too, kernels are compiled and
+loaded, the encoder runs three times. So it waits until nothing runs: of ``COMMON`` sizes right after the start, of
+others once they have come a few times. Only of a server that is never idle does a request wait for one.
 
 SGLang has such graphs too (``SGLANG_VIT_ENABLE_CUDA_GRAPH``), keyed by the number of patches: two grids of as many
 patches would share one, with the wrong windows, and every size is captured when it first comes.
@@ -13,6 +17,7 @@ patches would share one, with the wrong windows, and every size is captured when
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,8 +36,17 @@ logger = logging.getLogger(__name__)
 ENCODER = "Qwen2_5_VisionTransformer"
 """SGLang's encoder whose forward is the one of ``_Graph``."""
 
+Grid = tuple[int, ...]
+
+COMMON: tuple[Grid, ...] = tuple((1, h, w) for h, w in ((16, 16), (24, 24), (32, 32), (36, 36), (34, 46), (46, 34)))
+"""Captured when a server that has started is first idle: images of 224 x 224, 336 x 336, 448 x 448 and 512 x 512
+pixels, and of 640 x 480 in either orientation, in patches of 14."""
+
 AFTER = 3
-"""Images of a size that run eagerly before the next one is captured: a capture takes as long as some ten images."""
+"""Images of a size that run eagerly before it is captured, once nothing runs."""
+
+OVERDUE = 24
+"""Images of a size after which its capture waits no longer for that."""
 
 REMEMBERED = 512
 """Sizes that are counted at a time."""
@@ -43,7 +57,6 @@ MAX_PATCHES = 8192
 MAX_TOGETHER = 16
 """Images that are encoded one after the other; more together keep the device busy as long as the host."""
 
-Grid = tuple[int, ...]
 
 
 class VisionGraphs:
@@ -52,10 +65,12 @@ class VisionGraphs:
     Args:
         encoder: SGLang's module, of the class ``ENCODER``.
         limit: graphs that are kept; the least recently used one leaves first.
+        wanted: sizes to capture when nothing runs, the first one first.
     """
 
-    def __init__(self, encoder: Qwen2_5_VisionTransformer, limit: int) -> None:
+    def __init__(self, encoder: Qwen2_5_VisionTransformer, limit: int, wanted: Sequence[Grid] = ()) -> None:
         self.encoder, self.limit = encoder, limit
+        self._wanted = dict.fromkeys(wanted[:limit])
         self.replays = 0
         self._eager = encoder.forward
         self._seen: OrderedDict[Grid, int] = OrderedDict()
@@ -71,11 +86,26 @@ class VisionGraphs:
         if self.serves(grids):
             return torch.cat([self._replay(grid, part) for grid, part in zip(grids, parts, strict=True)])
         answer = self._eager(x, grid_thw)
-        for i, grid in enumerate(grids):
-            if grid not in self._graphs and self._due(grid):
-                self._capture(grid, parts[i], grid_thw[i : i + 1])
-                break
+        overdue = [i for i, grid in enumerate(grids) if grid not in self._graphs and self._overdue(grid)]
+        if overdue:
+            self._capture(grids[overdue[0]], parts[overdue[0]])
         return answer
+
+    def capture_wanted(self) -> bool:
+        """Capture one of the sizes that are wanted, if any is; to be called when nothing runs."""
+        while self._wanted and self.limit:
+            grid = next(iter(self._wanted))
+            del self._wanted[grid]
+            if grid not in self._graphs:
+                self._capture(grid, self._pixels(grid))
+                return True
+        return False
+
+    def _pixels(self, grid: Grid) -> torch.Tensor:
+        """Patches of an image of this size, no two alike; drawn from no generator, which sampling may share."""
+        patches, width = math.prod(grid), self.encoder.patch_embed.proj.weight[0].numel()
+        pixels = torch.linspace(-1, 1, patches * width, device=self.encoder.device)
+        return pixels.view(patches, width).to(self.encoder.dtype)
 
     def serves(self, grids: Sequence[Sequence[int]]) -> bool:
         """Whether images of these grids, encoded together, replay their graphs."""
@@ -91,27 +121,36 @@ class VisionGraphs:
         """Figures for ``/server_info``."""
         return {"graphs": len(self._graphs), "graph_replays": self.replays}
 
-    def _due(self, grid: Grid) -> bool:
+    def _overdue(self, grid: Grid) -> bool:
+        """Count an image of a size without a graph, and want one of sizes that keep coming."""
         count = self._seen.pop(grid, 0) + 1
         self._seen[grid] = count
         if len(self._seen) > REMEMBERED:
-            self._seen.popitem(last=False)
-        return count > AFTER
+            forgotten, _ = self._seen.popitem(last=False)
+            self._wanted.pop(forgotten, None)
+        if count >= AFTER:
+            self._wanted[grid] = None
+        return count >= OVERDUE
 
-    def _capture(self, grid: Grid, x: torch.Tensor, grid_thw: torch.Tensor) -> None:
-        """Keep a graph for images of this size, if it is seen to give what the eager run gives."""
-        calls: list[dict[str, object]] = []
+    def _capture(self, grid: Grid, x: torch.Tensor) -> None:
+        """Keep a graph for images of this size, if it is seen to give what the eager run gives.
+
+        Args:
+            x: patches of one.
+        """
+        grid_thw, calls = torch.tensor([grid]), list[dict[str, object]]()
+        self._wanted.pop(grid, None)
 
         def noted(block: Any, *args: object, **given: object) -> torch.Tensor:
             calls.append(given)
             return block(*args, **given)
 
-        with ExitStack() as stack:
-            for block in self.encoder.blocks:
-                forward = partial(noted, block.forward)
-                stack.enter_context(seams.swapped("Qwen2_5_VisionBlock.forward", block, "forward", forward))
-            answer = self._eager(x, grid_thw)
         try:
+            with ExitStack() as stack:
+                for block in self.encoder.blocks:
+                    forward = partial(noted, block.forward)
+                    stack.enter_context(seams.swapped("Qwen2_5_VisionBlock.forward", block, "forward", forward))
+                answer = self._eager(x, grid_thw)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = _Graph(self.encoder, x, grid_thw, calls, self._pool)
@@ -180,5 +219,5 @@ def graphs(runner: Any) -> Places:
         return "--vlora-vision-graphs 0" if limit < 1 else "--disable-cuda-graph"
     if runner.server_args.tp_size > 1:
         return "tensor-parallel ranks would have to capture their reductions together"
-    runner.vision_graphs = VisionGraphs(encoder, limit)
+    runner.vision_graphs = VisionGraphs(encoder, limit, COMMON)
     return [Place(encoder, "forward", runner.vision_graphs)]
