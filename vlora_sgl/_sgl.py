@@ -152,6 +152,7 @@ NAMES: dict[str, str] = {
     "Qwen2_5_VisionBlock": "sglang.srt.models.qwen2_5_vl:Qwen2_5_VisionBlock",
     "Qwen2_5_VisionPatchEmbed": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionPatchEmbed",
     "VisionAttention": "sglang.srt.layers.attention.vision:VisionAttention",
+    "VisionFlash3Attention": "sglang.srt.layers.attention.vision:VisionFlash3Attention",
     # LoRA
     "lora_module": "sglang.srt.lora.lora",
     "LoadConfig": "sglang.srt.configs.load_config:LoadConfig",

@@ -350,6 +350,7 @@ class VisionAttention(Protocol):
     num_attention_heads_per_partition: int
     softmax_scale: float | None
     qkv_backend_name: str
+    qkv_backend: Callable[..., torch.Tensor]
     qkv_proj: Callable[[torch.Tensor], tuple[torch.Tensor, object]]
     proj: Callable[[torch.Tensor], tuple[torch.Tensor, object]]
 

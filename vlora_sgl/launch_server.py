@@ -6,6 +6,7 @@ Every SGLang flag works unchanged; ours are in a group of their own in ``--help`
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -63,7 +64,10 @@ def print_help() -> None:
 
 
 def announce(server_args: ServerArgs) -> None:
-    """Say, in one line, that requests are welcome, and where, and where a person may look."""
+    """Say, in one line, that requests are welcome, where, and where a person may look; the collector leaves out what
+    there is by now.
+    """
+    gc.freeze()
     loaded = ", ".join(ref.lora_name for ref in server_args.lora_paths or ())
     adapters = f"adapters: {loaded}" if loaded else "no adapters yet"
     url = server_args.url()

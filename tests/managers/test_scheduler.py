@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +71,27 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.waiting_queue, made.refuses, made._engine_paused = [], [], False
     monkeypatch.setattr(made.prefixes, "returned", lambda req: None)
     return made
+
+
+def test_the_collector_leaves_out_what_the_start_made(idle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, dropped = [object()], weakref.WeakSet[Any]()
+    frozen: list[int] = []
+
+    class Ring:
+        def __init__(self) -> None:
+            self.me = self
+
+    dropped.add(Ring())
+    monkeypatch.setattr(
+        VLoraScheduler.__mro__[1], "run_event_loop", lambda self: frozen.append(gc.get_freeze_count())
+    )
+    before = gc.get_freeze_count()
+    try:
+        idle.run_event_loop()
+        assert frozen[0] > before + 10_000 and not dropped, "rings of the start are not kept for good"
+        assert not any(kept is one for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("saver", [False, True])

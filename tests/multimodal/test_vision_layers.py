@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.interpreter import CUDA, DEVICE, kernels, passed_interpreted, starter
 from tests.support.stand_in import passing_for
-from vlora_sgl.multimodal.vision_layers import REPLACED, Attention, PatchEmbedding, attentions, patch_embeddings
+from vlora_sgl import _sgl
+from vlora_sgl.multimodal.vision_layers import ATTENDS, Attention, PatchEmbedding, attentions, patch_embeddings
 
-CUDA = torch.device("cuda")
+GPU = torch.device("cuda")
 
 
 def embedding(device: str, dtype: torch.dtype, bias: bool = False) -> Any:
@@ -28,16 +31,17 @@ def test_patches_are_embedded_as_the_convolution_does(bias: bool) -> None:
     torch.testing.assert_close(PatchEmbedding(layer)(patches), layer.proj(patches.view(-1, 3, 2, 4, 4)).view(7, 24))
 
 
-@pytest.mark.parametrize("backend, dtype", [("fa3", torch.bfloat16), (REPLACED, torch.float32)])
-def test_attention_that_is_not_replaced(backend: str, dtype: torch.dtype) -> None:
-    """Flash attention of SGLang's own stays, and what torch's cannot do is left to SGLang."""
+@pytest.mark.parametrize("backend, dtype", [("sdpa", torch.bfloat16), *((name, torch.float32) for name in ATTENDS)])
+@pytest.mark.parametrize("known", ATTENDS)
+def test_attention_that_is_replaced_and_that_is_not(backend: str, dtype: torch.dtype, known: str) -> None:
+    """Backends that want their rows together, and what flash attention cannot do, are left to SGLang."""
     attn = SimpleNamespace(qkv_backend_name=backend)
     encoder = passing_for("Qwen2_5_VisionTransformer", SimpleNamespace)(
-        patch_embed=embedding("cpu", dtype), blocks=[SimpleNamespace(attn=attn)], dtype=dtype, device=CUDA
+        patch_embed=embedding("cpu", dtype), blocks=[SimpleNamespace(attn=attn)], dtype=dtype, device=GPU
     )
     runner = SimpleNamespace(model=SimpleNamespace(visual=encoder))
-    assert attentions(runner) == "the encoder's attention is not triton_attn in 16 bits"
-    attn.qkv_backend_name, encoder.dtype = REPLACED, torch.bfloat16
+    assert attentions(runner) == "the encoder's attention is not triton_attn or fa3 in 16 bits"
+    attn.qkv_backend_name, encoder.dtype = known, torch.bfloat16
     (place,) = attentions(runner)
     assert place[:2] == (attn, "forward") and isinstance(place.value, Attention)
     (place,) = patch_embeddings(runner)
@@ -46,40 +50,78 @@ def test_attention_that_is_not_replaced(backend: str, dtype: torch.dtype) -> Non
     assert attentions(runner) == patch_embeddings(runner) == "its image encoder is not on a GPU"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's variable-length attention runs on a GPU")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+class Plain:
+    """Stands for SGLang's backend where there is no GPU: takes what that takes, and computes it in q's dtype."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        bsz: int,
+        seq_len: int,
+        softmax_scale: float | None,
+        forward_metadata: Any,
+    ) -> torch.Tensor:
+        assert (bsz, seq_len) == (1, len(q)) and cu_seqlens is forward_metadata.cu_seqlens
+        assert len({t.untyped_storage().data_ptr() for t in (q, k, v)}) == 1, "nothing was copied"
+        return attend(q, k, v, cu_seqlens)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """[S, heads, width], sequence by sequence."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    parts = [
+        F.scaled_dot_product_attention(*(t[:, :, a:b] for t in (q, k, v)))[0].transpose(0, 1)
+        for a, b in itertools.pairwise(bounds.tolist())
+    ]
+    return torch.cat(parts)
+
+
+def backend_of(name: str) -> Any:
+    """The layer's own backend of that name; none where torch attends."""
+    if name == "triton_attn":
+        return None
+    if not CUDA:
+        return Plain()
+    return _sgl.VisionFlash3Attention(use_data_parallel=True)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if CUDA else [])], ids=str)
 @pytest.mark.parametrize("heads, width", [(16, 80), (4, 16)])
 @pytest.mark.parametrize("lengths", [[256], [64, 64, 16, 4], [4]])
+@pytest.mark.parametrize("backend", ATTENDS if CUDA else ["fa3"])
 @torch.no_grad()
-def test_attention_against_float64(lengths: list[int], heads: int, width: int, dtype: torch.dtype) -> None:
+def test_kernel_attention_against_float64(
+    backend: str, lengths: list[int], heads: int, width: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     rows, hidden = sum(lengths), heads * width
-    project = torch.nn.Linear(hidden, 3 * hidden, device="cuda", dtype=dtype)
-    back = torch.nn.Linear(hidden, hidden, device="cuda", dtype=dtype)
+    project = torch.nn.Linear(hidden, 3 * hidden, device=DEVICE, dtype=dtype)
+    back = torch.nn.Linear(hidden, hidden, device=DEVICE, dtype=dtype)
     layer = SimpleNamespace(
         num_attention_heads_per_partition=heads,
         head_size=width,
         softmax_scale=None,
+        qkv_backend_name=backend,
+        qkv_backend=backend_of(backend),
         qkv_proj=lambda x: (project(x), None),
         proj=lambda x: (back(x), None),
     )
-    x = torch.randn(1, rows, hidden, device="cuda", dtype=dtype)
-    angles = torch.rand(rows, width // 2, device="cuda") * 6
+    x = torch.randn(1, rows, hidden, device=DEVICE, dtype=dtype)
+    angles = torch.rand(rows, width // 2, device=DEVICE) * 6
     cos, sin = (torch.cat((half, half), -1).to(dtype) for half in (angles.cos(), angles.sin()))
-    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
 
     def model(kind: torch.dtype) -> torch.Tensor:
         qkv = F.linear(x.to(kind), project.weight.to(kind), project.bias.to(kind)).view(rows, 3, heads, width)
-        q, k, v = (part.transpose(0, 1) for part in qkv.unbind(1))
-        q, k = (
-            t * cos.to(kind) + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin.to(kind) for t in (q, k)
-        )
-        parts = [
-            F.scaled_dot_product_attention(*(t[None, :, a:b] for t in (q, k, v)))[0].transpose(0, 1)
-            for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-        ]
-        return F.linear(torch.cat(parts).reshape(rows, hidden), back.weight.to(kind), back.bias.to(kind))
+        q, k, v = qkv.unbind(1)
+        c, s = cos.to(kind)[:, None], sin.to(kind)[:, None]
+        q, k = (t * c + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * s for t in (q, k))
+        out = attend(q, k, v, bounds).reshape(rows, hidden)
+        return F.linear(out, back.weight.to(kind), back.bias.to(kind))
 
     exact = model(torch.float64)
     floor = (model(dtype).double() - exact).abs().max()
@@ -87,3 +129,8 @@ def test_attention_against_float64(lengths: list[int], heads: int, width: int, d
     out = Attention(layer)(x, cu_seqlens=bounds, position_embeddings=(cos, sin), forward_metadata=metadata)
     assert out.shape == (1, rows, hidden)
     assert (out[0].double() - exact).abs().max() <= 2 * floor
+
+
+@starter
+def test_interpreted() -> None:
+    assert passed_interpreted(__file__) == 6

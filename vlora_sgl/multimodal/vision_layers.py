@@ -2,15 +2,18 @@
 
 Patches do not overlap, so their embedding is a matrix product, which cuDNN's 3D convolution computes at a twentieth
 of the speed. Attention goes to torch's variable-length flash attention where SGLang takes its Triton kernel (which it
-does wherever it has no flash attention of its own; that one stays), and reads q, k and v where the projection left
-them. The arithmetic stays the model's: sums and angles in float32, rounded once. Of an image of 4,096 patches
-the embedding takes 20 us instead of 545, a full attention 333 instead of 560, a windowed one 28 instead of 51, and the
-rotation 10 instead of 73 with the copies before it (H200, bfloat16, 2026-11-29).
+does wherever it has no flash attention of its own), and to FlashAttention 3 where SGLang takes that; either reads q, k
+and v where the projection left them, which SGLang copies out. q and k are rotated there, in place: SGLang's rotation is
+compiled by Inductor when the first image comes, and again when one of another size does, for seconds. The arithmetic
+stays the model's: sums and angles in float32, rounded once. Of an image of 4,096 patches the embedding takes 20 us
+instead of 545, a full attention 333 instead of 560, a windowed one 28 instead of 51, and the rotation 10 instead of 73
+with the copies before it (H200, bfloat16, 2026-11-29; FlashAttention 3 not measured).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +24,27 @@ from vlora_sgl.kernels.rotary import rotate_
 from vlora_sgl.multimodal.vision_graphs import known_encoder
 from vlora_sgl.seams import Place, Places
 
-REPLACED = "triton_attn"
-"""SGLang's attention backend of encoders that ``Attention`` stands in for."""
+Attend = Callable[[VisionAttention, torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""Attention of a layer on its q, k and v, each [S, heads, width], rows apart, in the sequences of a metadata of
+SGLang's: [S, heads, width]."""
+
+
+def by_torch(layer: VisionAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: Any) -> torch.Tensor:
+    """As ``Attend``, by torch's variable-length flash attention."""
+    bounds, longest = metadata.cu_seqlens, metadata.max_seqlen
+    out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=layer.softmax_scale)
+    return cast(torch.Tensor, out)
+
+
+def by_sglang(layer: VisionAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: Any) -> torch.Tensor:
+    """As ``Attend``, by the layer's own backend: one that takes rows that lie apart."""
+    return layer.qkv_backend(
+        q, k, v, metadata.cu_seqlens, 1, len(q), softmax_scale=layer.softmax_scale, forward_metadata=metadata
+    )
+
+
+ATTENDS: dict[str, Attend] = {"triton_attn": by_torch, "fa3": by_sglang}
+"""SGLang's attention backends of encoders that ``Attention`` stands in for, and what then attends."""
 
 
 class PatchEmbedding:
@@ -49,7 +71,7 @@ class Attention:
     """
 
     def __init__(self, layer: VisionAttention) -> None:
-        self.layer = layer
+        self.layer, self.attend = layer, ATTENDS[layer.qkv_backend_name]
 
     def __call__(
         self,
@@ -66,8 +88,7 @@ class Attention:
         rows = qkv.view(-1, 3 * heads * width)
         rotate_(rows, *position_embeddings, heads=2 * heads)
         q, k, v = rows.view(-1, 3, heads, width).unbind(1)
-        bounds, longest = forward_metadata.cu_seqlens, forward_metadata.max_seqlen
-        out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=layer.softmax_scale)
+        out = self.attend(layer, q, k, v, forward_metadata)
         answer: torch.Tensor = layer.proj(out.view(*x.shape[:2], heads * width))[0]
         return answer
 
@@ -85,7 +106,7 @@ def attentions(runner: ModelRunner) -> Places:
     encoder = known_encoder(runner.model)
     if isinstance(encoder, str):
         return encoder
-    layers = [block.attn for block in encoder.blocks if block.attn.qkv_backend_name == REPLACED]
+    layers = [block.attn for block in encoder.blocks if block.attn.qkv_backend_name in ATTENDS]
     if not layers or encoder.dtype not in (torch.float16, torch.bfloat16):
-        return f"the encoder's attention is not {REPLACED} in 16 bits"
+        return f"the encoder's attention is not {' or '.join(ATTENDS)} in 16 bits"
     return [Place(layer, "forward", Attention(layer)) for layer in layers]

@@ -8,6 +8,7 @@ does it, because a process must not fork once a driver is loaded.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -133,6 +134,7 @@ def run_detokenizer(*args: object, **kwargs: object) -> None:
     from vlora_sgl.managers import decoding
 
     decoding.install()
+    gc.freeze()  # as the scheduler does
     _sgl.run_detokenizer_process(*args, **kwargs)
 
 
