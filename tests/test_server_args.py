@@ -28,6 +28,7 @@ from vlora_sgl.server_args import (
     refuse_on_a_cpu,
     split_argv,
 )
+from vlora_sgl.startup.measured import SAYS
 
 
 def test_our_flags_leave_the_rest_in_order() -> None:
@@ -166,8 +167,9 @@ def test_an_accelerator_gets_no_cpu_settings(monkeypatch: pytest.MonkeyPatch) ->
     ("ranks", "asked", "wanted"), [(1, None, "breakable"), (2, None, "disabled"), (2, "breakable", "breakable")]
 )
 def test_several_ranks_capture_prefills_only_when_asked(ranks: int, asked: str | None, wanted: str) -> None:
-    graphs = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
-    settings = SimpleNamespace(tp_size=ranks, cuda_graph_backend_prefill=asked, cuda_graph_config=graphs)
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend="breakable", bs=[8]))
+    named = {"model_path": "", **dict.fromkeys(SAYS)}
+    settings = SimpleNamespace(tp_size=ranks, cuda_graph_backend_prefill=asked, cuda_graph_config=graphs, **named)
     assert defaults.settle(settings).cuda_graph_config.prefill.backend == wanted
 
 

@@ -23,6 +23,7 @@ OURS: dict[str, frozenset[str]] = {
     "MultimodalDataItem": frozenset({"vlora_fault"}),
     "LoRAAdapter": frozenset({"form", "output_vectors", "packed", "report", "unmergeable", "update_sizes", "vectors"}),
     "Req": frozenset({"vlora"}),
+    "ServerArgs": frozenset({"_vlora_chosen"}),
 }
 """What we put on SGLang's objects; SGLang must have nothing of these names."""
 
@@ -247,6 +248,7 @@ class ServerArgs(Protocol):
     enable_deterministic_inference: bool
     cuda_graph_backend_prefill: str | None
     cuda_graph_config: CudaGraphConfig
+    _vlora_chosen: JsonDict
 
     def url(self) -> str: ...
 
@@ -261,6 +263,7 @@ class PhaseConfig(Protocol):
     """``model_executor/cuda_graph_config``: of prefills, or of decoding."""
 
     backend: str
+    bs: list[int] | None
 
 
 class ModelRunner(Protocol):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import yaml
 
 from vlora_sgl import names
 from vlora_sgl._sgl_types import ServerArgs
@@ -13,8 +17,8 @@ from vlora_sgl.lora.checkpoint import check_files
 from vlora_sgl.lora.exported import adapter_options
 from vlora_sgl.managers.policies import policy_class
 from vlora_sgl.platforms.cpu import is_plain_cpu
-from vlora_sgl.server_args import NOT_ON_A_CPU, VLoraArgs, refuse_on_a_cpu
-from vlora_sgl.startup import imports
+from vlora_sgl.server_args import NOT_ON_A_CPU, VLoraArgs, fields_in, refuse_on_a_cpu
+from vlora_sgl.startup import imports, measured
 
 # Everywhere: models that see are what this package is for; a start prints what a user needs.
 COMMON_DEFAULTS: JsonDict = {
@@ -23,10 +27,6 @@ COMMON_DEFAULTS: JsonDict = {
     "lora_backend": "atmm",
     "log_level": "warning",
 }
-# Tokens of the prefills that are kept as graphs. Up to 512 a prefill reads weights, whatever its size; beyond, steps
-# of 64 and 128 compute at most an eighth for nothing. From 2,048 the host is ahead of the device anyway.
-PREFILL_GRAPHS = [4, 8, 16, 32, 64, 96, *range(128, 1280, 64), *range(1280, 2049, 128)]
-GPU_DEFAULTS: JsonDict = {"cuda_graph_bs_prefill": PREFILL_GRAPHS}
 # On a plain CPU SGLang's own defaults ask for kernels that are not there, or for CUDA.
 CPU_DEFAULTS: JsonDict = {
     "device": "cpu",
@@ -50,27 +50,40 @@ def engine_defaults(model: str = "", adapters_given: bool = False, slot_ranks: S
     adapters = adapter_options(model, adapters_given)
     if slot_ranks:  # one slot more is the base model's
         adapters = {**adapters, "max_loras_per_batch": len(slot_ranks) + 1, "max_lora_rank": max(slot_ranks)}
-    return {**adapters, **COMMON_DEFAULTS, **(CPU_DEFAULTS if is_plain_cpu() else GPU_DEFAULTS)}
+    return {**adapters, **COMMON_DEFAULTS, **(CPU_DEFAULTS if is_plain_cpu() else measured.settings(model))}
 
 
 def command_line_defaults(argv: Sequence[str], slot_ranks: Sequence[int] = ()) -> list[str]:
     """The defaults as flags, less those that ``argv`` sets itself."""
-    given = {argument.partition("=")[0] for argument in argv if argument.startswith("--")}
+    given = given_fields(argv)
     flags: list[str] = []
-    for name, value in engine_defaults(imports.model_path_of(argv), "--lora-paths" in given, slot_ranks).items():
-        flag = "--" + name.replace("_", "-")
-        if flag not in given:
+    for name, value in engine_defaults(imports.model_path_of(argv), "lora_paths" in given, slot_ranks).items():
+        if name not in given:
+            flag = "--" + name.replace("_", "-")
             flags += [flag] if value is True else [flag, *map(str, value if isinstance(value, list) else [value])]
     return flags
 
 
-def settle(server_args: ServerArgs) -> ServerArgs:
-    """Defaults that other settings decide; returns ``server_args``.
+def given_fields(argv: Sequence[str]) -> set[str]:
+    """The fields of ``ServerArgs`` that a command line sets, itself or by its file of settings (``--config``)."""
+    given = fields_in(argv)
+    with contextlib.suppress(OSError, yaml.YAMLError):  # SGLang says what is wrong with the file
+        settings = yaml.safe_load(Path(str(given["config"])).read_text()) if "config" in given else None
+        return {*given, *(str(name).replace("-", "_") for name in settings or ())}
+    return set(given)
+
+
+def settle(server_args: ServerArgs, given: Collection[str] = ()) -> ServerArgs:
+    """Defaults that other settings decide, and a note of who chose what; returns ``server_args``.
 
     Prefills of several tensor-parallel ranks run eagerly unless asked for: their graphs have not been tried.
+
+    Args:
+        given: the fields that the user set.
     """
     if server_args.tp_size > 1 and server_args.cuda_graph_backend_prefill is None:
         server_args.cuda_graph_config.prefill.backend = "disabled"
+    server_args._vlora_chosen = measured.chosen(server_args, given)
     return server_args
 
 

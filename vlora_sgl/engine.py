@@ -57,7 +57,7 @@ class Engine(_sgl.Engine):
         defaults = engine_defaults(model, given, ours.slot_ranks)
         adapters, served = names.adapters_of(server_args.get("lora_paths")), server_args.get("served_model_name")
         names.check_names(adapters, None if served is None else str(served), model)
-        settings = settle(_sgl.ServerArgs(**{**defaults, "log_level": "error", **server_args}))
+        settings = settle(_sgl.ServerArgs(**{**defaults, "log_level": "error", **server_args}), server_args)
         refuse_unsupported(settings)
         super().__init__(server_args=settings)
 

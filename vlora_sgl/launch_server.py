@@ -17,7 +17,7 @@ from vlora_sgl._sgl_types import ServerArgs
 from vlora_sgl.errors import ConfigError, VLoraError
 from vlora_sgl.platforms.cpu import has_accelerator
 from vlora_sgl.server_args import VLoraArgs, fields_in, refuse_on_a_cpu, split_argv
-from vlora_sgl.startup import imports, processes
+from vlora_sgl.startup import imports, measured, processes
 
 
 def prepare(argv: Sequence[str]) -> ServerArgs:
@@ -39,16 +39,18 @@ def prepare(argv: Sequence[str]) -> ServerArgs:
         processes.fork_from_here()
     processes.import_engine()
     from vlora_sgl import _sgl, plugin, seams
-    from vlora_sgl.defaults import command_line_defaults, refuse_unsupported, settle
+    from vlora_sgl.defaults import command_line_defaults, given_fields, refuse_unsupported, settle
 
     plugin.verify()
     flags = [*command_line_defaults(rest, ours.slot_ranks), *rest]
     try:
         with seams.swapped("argparse.ArgumentParser.error", argparse.ArgumentParser, "error", names.Parser.error):
-            server_args = settle(_sgl.prepare_server_args(flags))
+            server_args = settle(_sgl.prepare_server_args(flags), given_fields(rest))
     except (AssertionError, ValueError) as error:  # SGLang's refusals; ours are of these classes, too
         raise error if isinstance(error, VLoraError) else ConfigError(" ".join(str(error).split())) from None
     refuse_unsupported(server_args)
+    if server_args._vlora_chosen["gpu"] is not None:  # elsewhere there is nothing to choose
+        print(f"vlora_sgl: {measured.line(server_args._vlora_chosen)}", flush=True)
     return server_args
 
 

@@ -250,8 +250,9 @@ TABLE = (
          "Patches do not overlap: their embedding is a matrix product, which a 3D convolution computes slowly.",
          "0.5 ms of an image's TTFT"),
     Seam("VisionAttention.forward", "vlora_sgl.multimodal.vision_layers:attentions", MODEL, BUILT,
-         "torch's variable-length attention is faster than SGLang's Triton kernel, and reads q, k and v in place.",
-         "a third of the image encoder's attention"),
+         "q, k and v are rotated and read in place; SGLang copies them, and compiles a rotation when images come; "
+         "torch's variable-length attention is faster than SGLang's Triton kernel.",
+         "a third of the image encoder's attention, and seconds of the first images' TTFT"),
     Seam("Qwen2_5_VisionTransformer.forward", "vlora_sgl.multimodal.vision_graphs:graphs", MODEL, BUILT,
          "An encoder is 600 launches; images of sizes that keep coming replay a graph.",
          "the host sets the TTFT of small images; no encoding ahead"),

@@ -230,6 +230,11 @@ def test_server_says_what_runs(server: Server) -> None:
     ours = info["internal_states"][0]["vlora"]
     assert ours["scheduler"] == "VLoraScheduler"
     assert ours["mode"] == "auto"
+    chosen = ours["chosen"]["settings"]
+    assert {"user", "measured", "SGLang", "plain CPU"} >= {one["by"] for one in chosen.values()}
+    assert chosen["attention_backend"]["value"] == info["attention_backend"]
+    if not is_plain_cpu():
+        assert f"attention {info['attention_backend']} ({chosen['attention_backend']['by']})" in server.log.read_text()
 
 
 def test_the_server_says_of_every_replacement_where_it_is_or_why_not(server: Server) -> None:

@@ -82,9 +82,7 @@ def test_the_collector_leaves_out_what_the_start_made(idle: Any, monkeypatch: py
             self.me = self
 
     dropped.add(Ring())
-    monkeypatch.setattr(
-        VLoraScheduler.__mro__[1], "run_event_loop", lambda self: frozen.append(gc.get_freeze_count())
-    )
+    monkeypatch.setattr(VLoraScheduler.__mro__[1], "run_event_loop", lambda self: frozen.append(gc.get_freeze_count()))
     before = gc.get_freeze_count()
     try:
         idle.run_event_loop()

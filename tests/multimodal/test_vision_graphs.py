@@ -61,7 +61,9 @@ def ask(graphs: VisionGraphs, *grid: int, times: int = 1) -> None:
         assert torch.equal(graphs(x, torch.tensor([grid])), 2 * x)
 
 
-def test_a_size_that_keeps_coming_is_captured_when_nothing_runs_and_then_replayed(captured: list[torch.Tensor]) -> None:
+def test_a_size_that_keeps_coming_is_captured_when_nothing_runs(
+    captured: list[torch.Tensor],
+) -> None:
     encoder = Encoder()
     graphs = VisionGraphs(encoder, 4)
     ask(graphs, 1, 2, 2, times=AFTER - 1)
@@ -103,7 +105,9 @@ def test_common_sizes_are_whole_images() -> None:
     assert len(set(COMMON)) == len(COMMON)
 
 
-def test_no_size_is_wanted_that_is_long_forgotten(captured: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_size_is_wanted_that_is_long_forgotten(
+    captured: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vision_graphs, "REMEMBERED", 3)
     graphs = VisionGraphs(Encoder(), 16)
     for height in range(2, 12, 2):

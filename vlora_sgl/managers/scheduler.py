@@ -311,6 +311,7 @@ class VLoraScheduler(_sgl.Scheduler):
             "scheduler": type(self).__name__,
             "mode": self.vlora_args.mode,
             "policy": self.vlora_args.policy,
+            "chosen": self.server_args._vlora_chosen,
             "batches_by_mode": {str(mode): count for mode, count in modes.items()},
             "plan": self.planning.state() if self.planning is not None else None,
             **(manager.mode_state() if manager is not None else {}),

@@ -58,7 +58,6 @@ MAX_TOGETHER = 16
 """Images that are encoded one after the other; more together keep the device busy as long as the host."""
 
 
-
 class VisionGraphs:
     """Stands in the place of an encoder's ``forward``.
 

@@ -2,12 +2,12 @@
 
 Patches do not overlap, so their embedding is a matrix product, which cuDNN's 3D convolution computes at a twentieth
 of the speed. Attention goes to torch's variable-length flash attention where SGLang takes its Triton kernel (which it
-does wherever it has no flash attention of its own), and to FlashAttention 3 where SGLang takes that; either reads q, k
-and v where the projection left them, which SGLang copies out. q and k are rotated there, in place: SGLang's rotation is
-compiled by Inductor when the first image comes, and again when one of another size does, for seconds. The arithmetic
-stays the model's: sums and angles in float32, rounded once. Of an image of 4,096 patches the embedding takes 20 us
-instead of 545, a full attention 333 instead of 560, a windowed one 28 instead of 51, and the rotation 10 instead of 73
-with the copies before it (H200, bfloat16, 2026-11-29; FlashAttention 3 not measured).
+does wherever it has no flash attention of its own), and to FlashAttention 3 where SGLang takes that; either reads q,
+k and v where the projection left them, which SGLang copies out. q and k are rotated there, in place: SGLang's rotation
+is compiled by Inductor when the first image comes, and again when one of another size does, for seconds. The
+arithmetic stays the model's: sums and angles in float32, rounded once. Of an image of 4,096 patches the embedding
+takes 20 us instead of 545, a full attention 333 instead of 560, a windowed one 28 instead of 51, and the rotation 10
+instead of 73 with the copies before it (H200, bfloat16, 2026-11-29; FlashAttention 3 was not measured).
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from vlora_sgl.kernels.rotary import rotate_
 from vlora_sgl.multimodal.vision_graphs import known_encoder
 from vlora_sgl.seams import Place, Places
 
-Attend = Callable[[VisionAttention, torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
-"""Attention of a layer on its q, k and v, each [S, heads, width], rows apart, in the sequences of a metadata of
-SGLang's: [S, heads, width]."""
+Rows = torch.Tensor
+"""[S, heads, width], rows apart: q, k or v."""
+
+Attend = Callable[[VisionAttention, Rows, Rows, Rows, Any], torch.Tensor]
+"""Attention of a layer on q, k and v, in the sequences of SGLang's metadata: [S, heads, width]."""
 
 
-def by_torch(layer: VisionAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: Any) -> torch.Tensor:
+def by_torch(layer: VisionAttention, q: Rows, k: Rows, v: Rows, metadata: Any) -> torch.Tensor:
     """As ``Attend``, by torch's variable-length flash attention."""
     bounds, longest = metadata.cu_seqlens, metadata.max_seqlen
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=layer.softmax_scale)
     return cast(torch.Tensor, out)
 
 
-def by_sglang(layer: VisionAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: Any) -> torch.Tensor:
+def by_sglang(layer: VisionAttention, q: Rows, k: Rows, v: Rows, metadata: Any) -> torch.Tensor:
     """As ``Attend``, by the layer's own backend: one that takes rows that lie apart."""
     return layer.qkv_backend(
         q, k, v, metadata.cu_seqlens, 1, len(q), softmax_scale=layer.softmax_scale, forward_metadata=metadata
