@@ -59,20 +59,29 @@ JOBS = (
     Job(
         "e2e",
         f"{SERVING}.bench_e2e --workload retrieval video --heads --skews .6 .1 .9 --rates 8 --seconds 10 --together 2 "
-        "--out {out}",
+        "--attention triton --out {out}",
         400,
+        alone=True,
+    ),
+    Job(
+        "default-e2e",
+        f"{SERVING}.bench_e2e --workload retrieval video --heads --skews .6 .1 .9 --rates 8 --seconds 60 --together 2 "
+        "--out {out}",
+        1200,
         alone=True,
     ),
     Job(
         "uniform",
         f"{SERVING}.bench_e2e --systems cost unmerged dlora merged off --skews .6 --rates 8 --seconds 12 --together 2 "
-        "--uniform --out {out}/uniform",
+        "--attention triton --uniform --out {out}/uniform",
         350,
         alone=True,
     ),
     Job("scale", f"{SERVING}.bench_scale throughput loss --out {{out}}/scale", 270, cards=2, alone=True),
     Job("tp", f"{SERVING}.bench_tp --switches --rounds 3", 200, cards=2),
     Job("step", f"{KERNELS}.bench_step --attention triton --limit 290", 300),
+    Job("default-step", f"{KERNELS}.bench_step --limit 290", 300),
+    Job("default-long", f"{KERNELS}.bench_step --input 3072 --limit 590", 600),
     Job("modes", f"{SERVING}.bench_modes --rank 64 --rounds 2", 240),
     Job("atmm", f"{KERNELS}.bench_atmm --quick --workers 8", 180),
     Job("routing", f"{KERNELS}.bench_token_routing", 180),

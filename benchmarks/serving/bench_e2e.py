@@ -5,12 +5,15 @@ of others.
     python -m benchmarks.serving.bench_e2e --systems cost vlora unmerged merged dlora csgmv triton --skews .1 .6 .9
     python -m benchmarks.serving.bench_e2e --workload retrieval video --heads   # closed questions: by heads
     python -m benchmarks.serving.bench_e2e --systems cost csgmv off --uniform
-    python -m benchmarks.serving.bench_e2e --shape llava-7b --uniform    # LLaVA-1.5-7B's language model
+    python -m benchmarks.serving.bench_e2e --shape llava-7b --uniform    # LLaVA-1.5-7B's language model; 3b: Qwen's
+    python -m benchmarks.serving.bench_e2e --systems cost vllm --vllm-python PATH    # vLLM's server, of that Python
     python -m benchmarks.serving.bench_e2e --shape tiny --quick          # a check of all of it, on a laptop
 
 Weights are random; latency depends on shapes alone. Every system of a cell gets the same trace, one after the other,
 from an empty prefix cache. ``--together 2`` keeps the servers of two systems up at once on one device: the idle one
-takes memory and no time, and half of the starts' minutes are saved. Rows go to ``OUT/e2e-WORKLOAD.jsonl`` with a plot
+takes memory and no time, and half of the starts' minutes are saved. All servers choose their attention themselves, as
+users run them; ``--attention`` gives SGLang's and ours one. Where vLLM does not start with the vision tower, it serves
+the language model, with words for an image (``words`` of the row). Rows go to ``OUT/e2e-WORKLOAD.jsonl`` with a plot
 beside it, figures to the summary.
 """
 
@@ -33,8 +36,8 @@ from textwrap import fill
 from typing import Any
 
 from benchmarks.serving.replay import replay, summarize
-from benchmarks.serving.shape7b import LLAVA_7B, SHAPE_7B
-from benchmarks.serving.systems import DLORA, SYSTEMS, Deployment, Server, make_deployment
+from benchmarks.serving.shape7b import SHAPES
+from benchmarks.serving.systems import DEFAULT, DLORA, SYSTEMS, Deployment, Server, make_deployment
 from benchmarks.serving.traces import RETRIEVAL, VIDEO, Speaker, Workload, trace, without_adapters
 from benchmarks.summary import SUMMARY, card_name, record
 from vlora_sgl.kernels.tiling_search import MODELS
@@ -42,9 +45,8 @@ from vlora_sgl.kernels.tiling_search import MODELS
 WORKLOADS = {"retrieval": RETRIEVAL, "video": VIDEO}
 RESULTS = SUMMARY.parent / "serving"
 UNIFORM_PROMPT, UNIFORM_STEPS = 256, 64
-SHAPES = {"7b": ("qwen2.5-vl-7b", SHAPE_7B), "llava-7b": ("llava-1.5-7b", LLAVA_7B)}
-LLAVA_IMAGE_TOKENS = 576
-"""Of an image, 336 pixels wide, in LLaVA-1.5; as many words stand for it, for its language model sees none."""
+TINY = {"tiny": "7b", "tiny-llava": "llava-7b"}
+"""Small models -> the shape whose code they run."""
 HEAD = "answer"
 
 
@@ -54,7 +56,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["cost", "csgmv"])
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["retrieval"], help="one after the other")
     parser.add_argument("--heads", action="store_true", help="of video, ours answers by a head, the others generate")
-    parser.add_argument("--shape", choices=(*SHAPES, "tiny", "tiny-llava"), default="7b")
+    parser.add_argument("--shape", choices=(*SHAPES, *TINY), default="7b")
+    parser.add_argument("--attention", default=DEFAULT, help="backend of SGLang's servers and ours; else they choose")
+    parser.add_argument("--vllm-python", default=sys.executable, metavar="PATH", help="the Python that has vLLM")
+    parser.add_argument("--vllm-words", action="store_true", help="vLLM serves the language model alone")
     parser.add_argument("--rates", nargs="+", type=float, default=[4.0, 8.0, 12.0], help="requests per second")
     parser.add_argument("--skews", nargs="+", type=float, default=[0.1, 0.6, 0.9], help="share of the hottest adapter")
     parser.add_argument("--adapters", type=int, default=8)
@@ -73,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.quick:
         args.skews, args.rates, args.seconds, args.together = [0.6], args.rates[1:2] or args.rates, 30.0, 2
-    args.tiny, args.sees = args.shape.startswith("tiny"), "llava" not in args.shape
+    args.tiny, args.model = args.shape in TINY, TINY.get(args.shape, args.shape)
     if args.tiny:
         args.adapters, args.ranks, args.max_batch = min(args.adapters, 4), [8], 8
         args.rates, args.seconds = [2.0], 6.0
@@ -93,9 +98,9 @@ def by_head(name: str, args: argparse.Namespace) -> bool:
     return args.heads and name == "video"
 
 
-def speaker_of(model: Path, seed: int, args: argparse.Namespace) -> Speaker:
-    """Who speaks to a model of this shape."""
-    return Speaker(model, seed, 0 if args.sees else LLAVA_IMAGE_TOKENS)
+def speaker_of(server: Server, seed: int) -> Speaker:
+    """Who speaks to a server."""
+    return Speaker(server.deployment.model, seed, server.deployment.words)
 
 
 def requests_of(
@@ -109,11 +114,11 @@ def requests_of(
     return [(a.at, speaker.body(a, load.images, head)) for a in arrivals]
 
 
-def warm_up(server: Server, systems: Sequence[str], args: argparse.Namespace, model: Path) -> None:
+def warm_up(server: Server, systems: Sequence[str], args: argparse.Namespace) -> None:
     """Load every adapter, and let every batch size and mode compile what it needs, outside of any measurement."""
     names: list[str | None] = [f"a{n}" for n in range(args.adapters)] if server.name != "off" else [None]
     modes = ("unmerged", "mixture", "merged") if server.name == "ours" else ("",)
-    speaker = speaker_of(model, 999, args)
+    speaker = speaker_of(server, 999)
     for mode in modes:
         server.set({f"vlora_mode:{mode}": 1} if mode else {})
         for size in (1, 2, 4, 8, 16, 32, 64):
@@ -125,7 +130,7 @@ def warm_up(server: Server, systems: Sequence[str], args: argparse.Namespace, mo
         server.set(SYSTEMS[system].settings)
         load, heads = replace(first, seed=args.seed + 1000), by_head(name, args)
         due = requests_of(load, 3.0, speaker, system, heads)
-        asyncio.run(replay(server.url, due or requests_of(load, 10.0, speaker, system, heads)[:1]))
+        asyncio.run(replay(server.url, due or requests_of(load, 10.0, speaker, system, heads)[:1], server.api))
 
 
 def batch_body(speaker: Speaker, adapters: Sequence[str | None], prompt: int, tokens: int) -> dict[str, Any]:
@@ -138,21 +143,21 @@ def batch_body(speaker: Speaker, adapters: Sequence[str | None], prompt: int, to
     }
 
 
-def measure(
-    server: Server, system: str, name: str, load: Workload, args: argparse.Namespace, model: Path
-) -> dict[str, Any]:
+def measure(server: Server, system: str, name: str, load: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """One row: a trace of a workload served by one system."""
     server.set(SYSTEMS[system].settings)
     server.flush()
-    due = requests_of(load, args.seconds, speaker_of(model, args.seed, args), system, by_head(name, args))
+    due = requests_of(load, args.seconds, speaker_of(server, args.seed), system, by_head(name, args))
     before = server.state().get("batches_by_mode", {})
     switches = switch_counts(server)
-    row = summarize(asyncio.run(replay(server.url, due)))
+    row = summarize(asyncio.run(replay(server.url, due, server.api)))
     after = server.state().get("batches_by_mode", {})
     ran = {mode: count - before[mode] for mode, count in after.items()}
     return {
         "system": system,
         "shape": args.shape,
+        "attention": args.attention,
+        "words": server.deployment.words,
         "workload": name,
         "heads": by_head(name, args) and SYSTEMS[system].server == "ours",
         "skew": load.skew,
@@ -184,13 +189,13 @@ def uniform_cases(args: argparse.Namespace) -> list[tuple[str, int]]:
     ]
 
 
-def measure_uniform(server: Server, system: str, adapters: int, args: argparse.Namespace, model: Path) -> dict:
+def measure_uniform(server: Server, system: str, adapters: int, args: argparse.Namespace) -> dict:
     """Seconds of a decode step and of a prefill of a full batch with its rows spread over ``adapters``.
 
     A step is the difference of two runs over the tokens between them; medians of five, every prompt new.
     """
     server.set(SYSTEMS[system].settings)
-    speaker, prompt = speaker_of(model, args.seed, args), 32 if args.tiny else UNIFORM_PROMPT
+    speaker, prompt = speaker_of(server, args.seed), 32 if args.tiny else UNIFORM_PROMPT
     names = [f"a{n % adapters}" if adapters else None for n in range(args.max_batch)]
 
     def seconds(tokens: int) -> float:
@@ -206,6 +211,7 @@ def measure_uniform(server: Server, system: str, adapters: int, args: argparse.N
     return {
         "system": system,
         "shape": args.shape,
+        "attention": args.attention,
         "workload": "uniform",
         "adapters": adapters,
         "ranks": args.ranks,
@@ -220,38 +226,59 @@ def measure_uniform(server: Server, system: str, adapters: int, args: argparse.N
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows, each as soon as it is measured."""
     with tempfile.TemporaryDirectory() as scratch:
-        deployment = make_deployment(
-            Path(scratch), args.out, args.adapters, args.slots, args.ranks, args.max_batch, args.tiny, args.sees
-        )
-        deployment = replace(deployment, policy=DLORA if "dlora" in args.systems else None)
+        deployment = deployed(Path(scratch), args)
         names = list(dict.fromkeys(SYSTEMS[s].server for s in args.systems))
         for first in range(0, len(names), args.together):
-            yield from serve(names[first : first + args.together], deployment, args)
+            yield from serve(names[first : first + args.together], deployment, Path(scratch) / "words", args)
 
 
-def serve(names: Sequence[str], deployment: Deployment, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def deployed(scratch: Path, args: argparse.Namespace, language: bool = False) -> Deployment:
+    """The model and the adapters of the command line; ``language``: the language model alone."""
+    sizes = args.adapters, args.slots, args.ranks, args.max_batch, args.tiny, args.model
+    made = make_deployment(scratch, args.out, *sizes, language)
+    policy = DLORA if "dlora" in args.systems else None
+    return replace(made, policy=policy, attention=args.attention, vllm_python=args.vllm_python)
+
+
+def start(
+    name: str, deployment: Deployment, words: Path, args: argparse.Namespace, servers: dict[str, Server]
+) -> None:
+    """Have a server answer, among ``servers``; vLLM's without the vision tower where it does not start with it.
+
+    Args:
+        words: where a language model alone may be written to.
+    """
+    if name == "vllm" and args.vllm_words and deployment.sees:
+        deployment = deployed(words, args, language=True)
+    servers[name] = Server(name, deployment)
+    if not (failure := servers[name].wait(args.limit)):
+        return
+    note(failure)
+    servers.pop(name).stop()
+    if name == "vllm" and deployment.sees:
+        note("vllm once more, without the vision tower: words stand for images")
+        start(name, deployed(words, args, language=True), words, args, servers)
+
+
+def serve(
+    names: Sequence[str], deployment: Deployment, words: Path, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """The rows of the systems on these servers; the servers are up together and stopped at the end."""
-    start, model = time.perf_counter(), deployment.model
+    begun = time.perf_counter()
     servers: dict[str, Server] = {}
     try:
-        for name in names:
-            servers[name] = Server(name, deployment)
         with ThreadPoolExecutor(len(names)) as pool:
-            failures = list(pool.map(lambda server: server.wait(args.limit), servers.values()))
-        for name, failure in zip(names, failures, strict=True):
-            if failure:
-                note(failure)
-                servers.pop(name).stop()
-        note(f"{', '.join(servers)} up after {time.perf_counter() - start:.0f} s")
+            list(pool.map(lambda name: start(name, deployment, words, args, servers), names))
+        note(f"{', '.join(servers)} up after {time.perf_counter() - begun:.0f} s")
         systems = [s for s in args.systems if SYSTEMS[s].server in servers]
         for server in servers.values():
-            warm_up(server, [s for s in systems if SYSTEMS[s].server == server.name], args, model)
-        note(f"warm after {time.perf_counter() - start:.0f} s")
+            warm_up(server, [s for s in systems if SYSTEMS[s].server == server.name], args)
+        note(f"warm after {time.perf_counter() - begun:.0f} s")
         for (name, load), system in itertools.product(cells(args), systems):
-            yield measure(servers[SYSTEMS[system].server], system, name, load, args, model)
+            yield measure(servers[SYSTEMS[system].server], system, name, load, args)
         for system, adapters in uniform_cases(args) if args.uniform else ():
             if SYSTEMS[system].server in servers:
-                yield measure_uniform(servers[SYSTEMS[system].server], system, adapters, args, model)
+                yield measure_uniform(servers[SYSTEMS[system].server], system, adapters, args)
     finally:
         for server in servers.values():
             server.stop()
@@ -284,16 +311,15 @@ def ranks_of(row: dict[str, Any]) -> list[int]:
 
 def adapter_numbers(rank: int, shape: str = "7b") -> int:
     """Weights of an adapter of a 7B shape, all of which a decode step reads."""
-    model, sizes = SHAPES[shape]
-    layer = sum(rank * ((len(p.offsets) - 1) * p.k + p.n) for p in MODELS[model])
-    return layer * sizes["num_hidden_layers"]
+    layer = sum(rank * ((len(p.offsets) - 1) * p.k + p.n) for p in MODELS[SHAPES[shape].tiles])
+    return layer * int(SHAPES[shape].text["num_hidden_layers"])
 
 
 def base_numbers(shape: str = "7b") -> int:
     """Weights of the base model that a decode step reads."""
-    model, sizes = SHAPES[shape]
-    layer = sum(p.k * p.n for p in MODELS[model])
-    return layer * sizes["num_hidden_layers"] + sizes["vocab_size"] * sizes["hidden_size"]
+    sizes = SHAPES[shape].text
+    layer = sum(p.k * p.n for p in MODELS[SHAPES[shape].tiles])
+    return int(layer * sizes["num_hidden_layers"] + sizes["vocab_size"] * sizes["hidden_size"])
 
 
 Figure = tuple[str, float, bool]
@@ -303,30 +329,37 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     """What the rows say under the names of the project's figures: name, ratio, whether higher is better."""
     found: list[Figure] = []
     shape = rows[0].get("shape", "7b") if rows else "7b"
-    llava = "llava" in shape
+    shape = TINY.get(shape, shape)
+    # Rows of before 2026-11-29 were all of one attention, which was SGLang's Triton.
+    by_default = bool(rows) and rows[0].get("attention") == DEFAULT
+    prefix = f"{'default.' * by_default}e2e.{SHAPES[shape].figure}"
     replayed = [r for r in rows if r["workload"] != "uniform"]
     groups: dict[tuple, dict[str, dict]] = {}
     for r in replayed:
         groups.setdefault((r["workload"], r["skew"], r["rate"], r["adapters"]), {})[r["system"]] = r
 
-    def worst(other: str, keep: Any = lambda key: True) -> float | None:
+    def worst(other: str, keep: Any = lambda key: True, metric: str | None = None) -> float | None:
         ratios = [
             # A head answers in one token what the other generates in several: there a request's latency counts.
-            cell["cost"][metric] / cell[other][metric]
+            cell["cost"][what] / cell[other][what]
             for key, cell in groups.items()
             if {"cost", other} <= cell.keys() and keep(key)
-            for metric in ["mean_latency" if cell["cost"]["heads"] else "token_latency"]
+            for what in [metric or ("mean_latency" if cell["cost"]["heads"] else "token_latency")]
         ]
         return max(ratios, default=None)
 
     def add(name: str, value: float | None, higher: bool = False) -> None:
         if value is not None:
-            found.append((f"e2e.{'llava.' * llava}{name}", value, higher))
+            found.append((f"{prefix}{name}", value, higher))
 
-    heads = any(r["heads"] for r in replayed)
-    add("retrieval.skew60_vs_sglang", worst("csgmv", lambda key: key[:2] == ("retrieval", 0.6)))
+    heads, skew60 = any(r["heads"] for r in replayed), "" if by_default else ".skew60"
+    retrieval, video = (lambda key, name=name: key[:2] == (name, 0.6) for name in ("retrieval", "video"))
+    add(f"retrieval{skew60}_vs_sglang", worst("csgmv", retrieval))
+    add(f"retrieval{skew60}_vs_vllm", worst("vllm", retrieval))
     if heads:
-        add("video_heads.skew60_vs_sglang", worst("csgmv", lambda key: key[:2] == ("video", 0.6)))
+        add(f"video_heads{skew60}_vs_sglang", worst("csgmv", video))
+    if heads and by_default:
+        add("video_p99_vs_sglang", worst("csgmv", video, "p99_latency"))
     add("worst_vs_sglang", worst("csgmv"))
     add("vs_dlora_policy", worst("dlora", lambda key: key[1] == 0.6))
     for name in ("punica", "slora"):  # one policy: they differ in their operators, which ours takes the place of
@@ -386,7 +419,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def results(args: argparse.Namespace, workload: str, kind: str) -> Path:
     """Where rows or the plot of a workload go."""
-    return args.out / f"e2e-{'' if args.sees else 'llava-'}{workload}.{kind}"
+    what = f"{'default.' * (args.attention == DEFAULT)}{SHAPES[args.model].figure}{workload}"
+    return args.out / f"e2e-{what.replace('.', '-')}.{kind}"
 
 
 def publish(rows: Sequence[dict[str, Any]], card: str, args: argparse.Namespace) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from benchmarks.serving.apis import IMAGE_MARK
 from vlora_sgl import _sgl
 
 QUESTION = "What is in this picture? How many objects are there? Describe the image in one word."
-IMAGE_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 TOKEN_EDGE = 28
 """Pixels along the edge of an image token."""
 

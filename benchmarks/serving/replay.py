@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 # SGLang brings it; of ours, only this benchmark uses it.
 import aiohttp
 
+from benchmarks.serving.apis import GENERATE, Api, chunk_of
 from benchmarks.serving.simulate import quantile
 
 TIMEOUT_S = 120
@@ -43,38 +43,45 @@ class Outcome:
     error: str = ""
 
 
-async def send(session: aiohttp.ClientSession, url: str, body: dict[str, Any], start: float, due: float) -> Outcome:
+async def send(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], start: float, due: float, api: Api = GENERATE
+) -> Outcome:
     """Wait until ``due``, post one streaming request, and read it to its end."""
+    asked, outcome, final = api.body(body), Outcome(due), b""
     await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
-    outcome, final, before = Outcome(due), b"", 0.0
     try:
-        async with session.post(f"{url}/generate", json=body) as response:
+        async with session.post(url + api.route(asked), json=asked) as response:
             if response.status != 200:
                 outcome.error = f"{response.status}: {(await response.text())[:200]}"
                 return outcome
             async for line in response.content:
+                now = time.perf_counter() - start
                 if not line.startswith(b"data: {"):
                     continue
-                now = time.perf_counter() - start
+                final = line
+                if not api.is_token(line):
+                    continue
                 if not outcome.first:
                     outcome.first = now
                 else:
-                    outcome.gaps.append(now - before)
-                before, final = now, line
-        reply = json.loads(final[6:])
+                    outcome.gaps.append(now - outcome.last)
+                outcome.last = now
+        reply = chunk_of(final)
         if "error" in reply:
             outcome.error = str(reply["error"])[:200]
             return outcome
-        meta = reply["meta_info"]
-        outcome.last, outcome.tokens = before, meta["completion_tokens"]
-        outcome.prompt, outcome.cached = meta["prompt_tokens"], meta.get("cached_tokens", 0)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        outcome.tokens, outcome.prompt, outcome.cached = api.counts(reply)
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     return outcome
 
 
-async def replay(url: str, requests: Sequence[tuple[float, dict[str, Any]]]) -> list[Outcome]:
-    """Send every ``(due, body)`` at its time, whatever the server does meanwhile (an open loop)."""
+async def replay(url: str, requests: Sequence[tuple[float, dict[str, Any]]], api: Api = GENERATE) -> list[Outcome]:
+    """Send every ``(due, body)`` at its time, whatever the server does meanwhile (an open loop).
+
+    Args:
+        api: how the server is asked; bodies are ``/generate``'s all the same.
+    """
     connector = aiohttp.TCPConnector(limit=0)
     # A chunk repeats the whole text so far; the default line limit is too short for long answers.
     session = aiohttp.ClientSession(
@@ -82,7 +89,7 @@ async def replay(url: str, requests: Sequence[tuple[float, dict[str, Any]]]) -> 
     )
     async with session:
         start = time.perf_counter() + 0.05
-        return await asyncio.gather(*(send(session, url, body, start, due) for due, body in requests))
+        return await asyncio.gather(*(send(session, url, body, start, due, api) for due, body in requests))
 
 
 def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:

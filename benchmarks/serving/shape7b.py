@@ -1,53 +1,103 @@
-"""Engines for benchmarks without checkpoints: a Qwen2.5-VL of 7B shape with random weights, and random adapters.
+"""Engines for benchmarks without checkpoints: a Qwen2.5-VL of 7B or 3B shape with random weights, and random adapters.
 
 The vision tower has its real shape too, so an image costs what it costs. Latency depends on shapes alone; answers of
 these models mean nothing. ``tiny`` runs the same code on a CPU. Of LLaVA-1.5-7B there is the language model, a Llama:
-SGLang 0.5.17 does not serve its tower from transformers' layout.
+SGLang 0.5.17 does not serve its tower from transformers' layout. The language models of the others stand alone for
+engines that do not start with the tower.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-SHAPE_7B = {
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model.
+
+    Attributes:
+        text: of the language model, as its configuration names them.
+        language: transformers' model of the language model alone.
+        sees: whether there is a Qwen2.5-VL's vision tower, whose sizes are the same for all, before it.
+        tiles: its name in ``tiling_search.MODELS``.
+        figure: what the names of its figures have in them; nothing for the shape that most are of.
+    """
+
+    text: dict[str, Any]
+    language: str
+    sees: bool
+    tiles: str
+    figure: str = ""
+
+
+SHAPES = {
+    "7b": Shape(
+        {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+        },
+        "Qwen2",
+        True,
+        "qwen2.5-vl-7b",
+    ),
+    "3b": Shape(
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+        },
+        "Qwen2",
+        True,
+        "qwen2.5-vl-3b",
+        "3b.",
+    ),
+    "llava-7b": Shape(
+        {
+            "vocab_size": 32064,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 8192,  # its own 4,096 leave little room beside six images of 576 tokens
+        },
+        "Llama",
+        False,
+        "llava-1.5-7b",
+        "llava.",
+    ),
 }
-VISION_7B = {
+TOWER = {
     "depth": 32,
     "hidden_size": 1280,
     "intermediate_size": 3420,
     "num_heads": 16,
-    "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
     "window_size": 112,
-}
-LLAVA_7B = {
-    "vocab_size": 32064,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 8192,  # its own 4,096 leave little room beside six images of 576 tokens
 }
 MAX_PIXELS = 1024 * 1024
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def make_model(directory: Path, tiny: bool) -> Path:
-    """Write configuration, tokenizer and processor (and, if tiny, weights) to ``directory``."""
+def make_model(directory: Path, tiny: bool, shape: str = "7b") -> Path:
+    """Write configuration, tokenizer and processor (and, if tiny, weights) of a shape that sees to ``directory``."""
     from tests.support.tiny_random import make_model as make_tiny
 
     path = make_tiny(directory)
@@ -56,11 +106,12 @@ def make_model(directory: Path, tiny: bool) -> Path:
     (path / "model.safetensors").unlink()
     config = json.loads((path / "config.json").read_text())
     text = config.get("text_config", config)
-    text.update(SHAPE_7B)
+    text.update(SHAPES[shape].text)
     rope = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
     text[rope] = {**text[rope], "mrope_section": [16, 24, 24]}
     text.pop("layer_types", None)
-    config["vision_config"].update(VISION_7B)
+    config["vision_config"].update(TOWER, out_hidden_size=text["hidden_size"])
+    config["tie_word_embeddings"] = text.get("tie_word_embeddings", False)
     config["dtype"] = config["torch_dtype"] = "bfloat16"
     (path / "config.json").write_text(json.dumps(config, indent=1))
     for name in ("preprocessor_config.json", "processor_config.json"):
@@ -71,9 +122,9 @@ def make_model(directory: Path, tiny: bool) -> Path:
     return path
 
 
-def make_language_model(directory: Path, tiny: bool) -> Path:
-    """Write configuration and tokenizer (and, if tiny, weights) of LLaVA-1.5-7B's language model to ``directory``."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_language_model(directory: Path, tiny: bool, shape: str = "llava-7b") -> Path:
+    """Write configuration and tokenizer (and, if tiny, weights) of a shape's language model to ``directory``."""
+    import transformers
 
     from tests.support.tiny_random import VOCABULARY_TEXT
     from tools.tiny.build import build_tokenizer
@@ -87,10 +138,12 @@ def make_language_model(directory: Path, tiny: bool) -> Path:
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
     }
-    config = LlamaConfig(**{**LLAVA_7B, **(small if tiny else {})}, architectures=["LlamaForCausalLM"])
+    model = f"{SHAPES[shape].language}ForCausalLM"
+    sizes = {**SHAPES[shape].text, **(small if tiny else {})}
+    config = getattr(transformers, f"{SHAPES[shape].language}Config")(**sizes, architectures=[model])
     config.dtype = torch.float32 if tiny else torch.bfloat16
     if tiny:
-        LlamaForCausalLM(config).save_pretrained(directory)
+        getattr(transformers, model)(config).save_pretrained(directory)
     else:
         config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

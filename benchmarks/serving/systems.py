@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import requests
 
+from benchmarks.serving.apis import BASE, GENERATE, OPENAI
 from benchmarks.serving.stock import LOG_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +55,14 @@ SYSTEMS: dict[str, System] = {
     "csgmv": System("csgmv", "stock SGLang, csgmv"),
     "triton": System("triton", "stock SGLang, triton"),
     "off": System("off", "stock SGLang without LoRA; every request to the base model"),
+    "vllm": System("vllm", "vLLM's OpenAI server"),
 }
+
+WORDS_FOR_AN_IMAGE = {"7b": 256, "3b": 256, "llava-7b": 576}
+"""Tokens of text that stand for an image where a language model is alone. Of an image of LLaVA-1.5, 336 pixels wide,
+there are as many; of the others' images there are 64, whose encoder costs what the rest of the text does."""
+DEFAULT = "default"
+"""``Deployment.attention``: every server chooses by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,9 @@ class Deployment:
         sees: whether the model takes images.
         out: where logs go.
         policy: that servers of ours start with; by default their own.
+        attention: ``--attention-backend`` of all of SGLang's servers, or ``DEFAULT``.
+        words: tokens of text that stand for an image; 0 where the model takes images.
+        vllm_python: the Python that has vLLM.
     """
 
     model: Path
@@ -81,6 +93,9 @@ class Deployment:
     sees: bool
     out: Path
     policy: str | None = None
+    attention: str = "triton"
+    words: int = 0
+    vllm_python: str = sys.executable
 
     def log(self, server: str) -> Path:
         """The iteration log of one server."""
@@ -94,9 +109,8 @@ class Deployment:
         if not self.tiny:
             flags += ["--load-format", "dummy", "--dtype", "bfloat16", "--chunked-prefill-size", "8192"]
         if on_gpu():
-            flags += ["--attention-backend", "triton"]
-            flags += ["--mm-attention-backend", "triton_attn"] if self.sees else []
-            flags += ["--sampling-backend", "pytorch", "--max-total-tokens", "65536"]
+            flags += [] if self.attention == DEFAULT else self.backends()
+            flags += ["--max-total-tokens", "65536"]
             flags += ["--mem-fraction-static", "0.85" if not self.tiny else "0.3"]
             flags += ["--cuda-graph-bs-decode", *map(str, graph_sizes(self.max_batch))]
         elif server != "ours":
@@ -106,8 +120,27 @@ class Deployment:
             flags += ["--max-loras-per-batch", str(self.slots + 1), "--max-lora-rank", str(self.rank)]
         return flags
 
+    def backends(self) -> list[str]:
+        """Flags of backends that are not left to the servers."""
+        vision = {"triton": "triton_attn"}.get(self.attention, self.attention)
+        flags = ["--attention-backend", self.attention, "--sampling-backend", "pytorch"]
+        return flags + (["--mm-attention-backend", vision] if self.sees else [])
+
+    def vllm(self, port: int) -> list[str]:
+        """The command line of vLLM's server, with the settings that the others have and no more."""
+        flags = ["serve", str(self.model), "--port", str(port), "--served-model-name", BASE]
+        flags += ["--max-num-seqs", str(self.max_batch), "--max-model-len", "8192"]
+        flags += ["--gpu-memory-utilization", "0.45"]  # another server may be up
+        flags += [] if self.tiny else ["--load-format", "dummy", "--dtype", "bfloat16"]
+        flags += ["--limit-mm-per-prompt", '{"image": 6}'] if self.sees else []
+        flags += ["--enable-lora", "--lora-modules", *(f"{name}={path}" for name, path in self.adapters.items())]
+        flags += ["--max-loras", str(self.slots), "--max-cpu-loras", str(len(self.adapters))]
+        return [self.vllm_python, "-m", "vllm.entrypoints.cli.main", *flags, "--max-lora-rank", str(self.rank)]
+
     def command(self, server: str, port: int) -> list[str]:
         """The command line of one server."""
+        if server == "vllm":
+            return self.vllm(port)
         flags = [*self.flags(server), "--port", str(port)]
         if server == "ours":
             module, more = "vlora_sgl.launch_server", ["--vlora-iteration-log", str(self.log(server))]
@@ -152,17 +185,17 @@ class Server:
     """
 
     def __init__(self, name: str, deployment: Deployment) -> None:
-        self.name, self.log = name, deployment.out / f"{name}.log"
+        self.name, self.deployment, self.log = name, deployment, deployment.out / f"{name}.log"
+        self.api = OPENAI if name == "vllm" else GENERATE
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 deployment.command(name, port),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, LOG_VARIABLE: str(deployment.log(name))},
+                env=environment(name, deployment),
                 start_new_session=True,
             )
 
@@ -193,22 +226,45 @@ class Server:
 
     def flush(self) -> None:
         """Empty the prefix cache."""
-        requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
+        route = "/flush_cache?timeout=30" if self.api is GENERATE else "/reset_prefix_cache"
+        requests.post(self.url + route, timeout=60).raise_for_status()
 
     def state(self) -> dict[str, Any]:
         """What a server of ours says about itself; nothing for the others."""
+        if self.api is not GENERATE:
+            return {}
         states = requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"]
         return dict(states[0].get("vlora", {}))
 
     def generate(self, body: Mapping[str, Any]) -> Any:
-        """POST /generate; the parsed answer."""
-        reply = requests.post(f"{self.url}/generate", json=body, timeout=300)
+        """The parsed answer to a body of ``/generate``; a list of them, one a row, from a server without that."""
+        if self.api is GENERATE:
+            return self._post(body)
+        names = body.get("lora_path") or [None] * len(body["input_ids"])
+        rows = [
+            {**body, "input_ids": ids, "lora_path": name} for ids, name in zip(body["input_ids"], names, strict=True)
+        ]
+        with ThreadPoolExecutor(len(rows)) as pool:
+            return list(pool.map(self._post, rows))
+
+    def _post(self, body: Mapping[str, Any]) -> Any:
+        asked = self.api.body(body)
+        reply = requests.post(self.url + self.api.route(asked), json=asked, timeout=300)
         reply.raise_for_status()
         return reply.json()
 
     def stop(self) -> None:
         """End the whole group."""
         end_group(self.process, 10.0)
+
+
+def environment(name: str, deployment: Deployment) -> dict[str, str]:
+    """Variables of a server's process; vLLM's Python has packages of its own, and not ours."""
+    if name == "vllm":
+        # Else it has no route to empty its prefix cache by.
+        return {**os.environ, "PYTHONPATH": "", "VLLM_SERVER_DEV_MODE": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, LOG_VARIABLE: str(deployment.log(name))}
 
 
 def end_group(process: subprocess.Popen[Any], patience: float) -> None:
@@ -236,13 +292,20 @@ def make_deployment(
     ranks: Sequence[int],
     max_batch: int,
     tiny: bool,
-    sees: bool = True,
+    shape: str = "7b",
+    language: bool = False,
 ) -> Deployment:
-    """Write a model and random adapters, of these ranks in turn and with a head each, and say how to serve them."""
+    """Write a model and random adapters, of these ranks in turn and with a head each, and say how to serve them.
+
+    Args:
+        shape: a key of ``SHAPES``.
+        language: the language model alone, of a shape that sees.
+    """
     from benchmarks.serving import shape7b
     from vlora_sgl.heads import ClassifyHead, save_heads
 
-    model = (shape7b.make_model if sees else shape7b.make_language_model)(scratch / "model", tiny)
+    sees = shape7b.SHAPES[shape].sees and not language
+    model = (shape7b.make_model if sees else shape7b.make_language_model)(scratch / "model", tiny, shape)
     text = json.loads((model / "config.json").read_text())
     hidden = text.get("text_config", text)["hidden_size"]
     paths = {}
@@ -251,4 +314,5 @@ def make_deployment(
     for path in paths.values():
         save_heads(path, [ClassifyHead("answer", hidden, list("abcdefghij"))])
     out.mkdir(parents=True, exist_ok=True)
-    return Deployment(model, paths, slots, max(ranks), max_batch, tiny, sees, out)
+    words = 0 if sees else WORDS_FOR_AN_IMAGE[shape]
+    return Deployment(model, paths, slots, max(ranks), max_batch, tiny, sees, out, words=words)

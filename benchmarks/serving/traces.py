@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving.apis import IMAGE_MARK
 from vlora_sgl.core import AdapterId, ServiceClass
 
 IMAGE_SIDE = 224
@@ -166,7 +167,7 @@ class Speaker:
         if head is not None:
             sampling |= {"max_new_tokens": 1, "custom_params": {"vlora_head": head}}
         body: dict[str, Any] = {
-            "text": "<|vision_start|><|image_pad|><|vision_end|>" * images + text,
+            "text": IMAGE_MARK * images + text,
             "sampling_params": sampling,
             "lora_path": arrival.adapter,
             "stream": True,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig
 
+from benchmarks.serving import systems
 from benchmarks.serving.bench_e2e import adapter_numbers, base_numbers, figures, parse, requests_of
 from benchmarks.serving.replay import Outcome, summarize
-from benchmarks.serving.shape7b import make_adapters, make_language_model
+from benchmarks.serving.shape7b import SHAPES, make_adapters, make_language_model, make_model
 from benchmarks.serving.systems import SYSTEMS, Deployment
 from benchmarks.serving.traces import IMAGE_TOKENS, RETRIEVAL, VIDEO, Arrival, Speaker, Workload, trace
+from vlora_sgl.kernels.tiling_search import MODELS, projections
 from vlora_sgl.models import tiny
 
 
@@ -112,7 +116,7 @@ def test_command_lines_name_the_system(tmp_path: Path) -> None:
     assert "--enable-lora" not in off
     shared = {"--max-running-requests", "--load-format", "--chunked-prefill-size"}
     assert all(shared <= set(command) for command in (ours, stock, off))
-    assert {system.server for system in SYSTEMS.values()} == {"ours", "csgmv", "triton", "off"}
+    assert {system.server for system in SYSTEMS.values()} == {"ours", "csgmv", "triton", "off", "vllm"}
 
 
 def test_a_model_that_sees_nothing_is_told_nothing_of_images(tmp_path: Path) -> None:
@@ -142,6 +146,64 @@ def test_shapes_have_figures_of_their_own() -> None:
         "e2e.llava.retrieval.skew60_vs_sglang",
         "e2e.llava.worst_vs_sglang",
     }
+
+
+@pytest.mark.parametrize("shape, infix", [("7b", ""), ("tiny", ""), ("3b", "3b."), ("llava-7b", "llava.")])
+def test_what_users_run_has_figures_of_its_own(shape: str, infix: str) -> None:
+    """With backends that the servers choose, and vLLM's server beside them."""
+    own = {"shape": shape, "attention": "default"}
+    rows = [row("cost", 6.0, **own), row("csgmv", 10.0, **own), row("vllm", 12.0, words=256, **own)]
+    video = {"workload": "video", "mean_latency": 50.0, "p99_latency": 90.0}
+    rows += [row("cost", 1.0, **own, **{**video, "heads": True})]
+    rows += [row("csgmv", 1.0, **own, **{**video, "mean_latency": 200.0, "p99_latency": 100.0})]
+    rows += [row("cost", 1.0, **own, **{**video, "heads": True, "skew": 0.9})]
+    rows += [row("csgmv", 1.0, **own, **{**video, "mean_latency": 100.0, "p99_latency": 10.0, "skew": 0.9})]
+    assert {name: value for name, value, _ in figures(rows)} == pytest.approx(
+        {
+            f"default.e2e.{infix}retrieval_vs_sglang": 0.6,
+            f"default.e2e.{infix}retrieval_vs_vllm": 0.5,
+            f"default.e2e.{infix}video_heads_vs_sglang": 0.25,
+            f"default.e2e.{infix}video_p99_vs_sglang": 0.9,
+            f"default.e2e.{infix}worst_vs_sglang": 0.6,
+        }
+    )
+
+
+@pytest.mark.parametrize("attention", ["default", "fa3", "triton"])
+def test_backends_are_given_or_left_to_the_servers(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(systems, "on_gpu", lambda: True)
+    made = Deployment(tmp_path / "m", {}, 1, 64, 32, False, True, tmp_path, attention=attention)
+    for server in ("ours", "csgmv", "off"):
+        command = made.command(server, 1234)
+        given = {
+            flag: value
+            for flag, value in itertools.pairwise(command)
+            if flag.endswith("-backend") and flag.startswith("--") and flag != "--lora-backend"
+        }
+        vision = {"triton": "triton_attn"}.get(attention, attention)
+        wanted = {"attention": attention, "mm-attention": vision, "sampling": "pytorch"}
+        chosen = {} if attention == "default" else {f"--{name}-backend": value for name, value in wanted.items()}
+        assert given == chosen
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_models_have_the_sizes_of_their_shape(shape: str, tmp_path: Path) -> None:
+    """As the configurations say, and as the tiles of the kernels have them."""
+    made = [make_language_model(tmp_path / "language", False, shape)]
+    made += [make_model(tmp_path / "whole", False, shape)] if SHAPES[shape].sees else []
+    for path in made:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+        assert {name: getattr(config, name) for name in SHAPES[shape].text} == SHAPES[shape].text
+        heads, small, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+        expected = projections(hidden, config.intermediate_size, heads, small)
+        assert MODELS[SHAPES[shape].tiles] == expected
+        assert not list(path.glob("*.safetensors")), "weights are random: there are no files of them"
+    whole = json.loads((made[-1] / "config.json").read_text())
+    assert SHAPES[shape].sees == ("vision_config" in whole)
+    if SHAPES[shape].sees:
+        assert whole["vision_config"]["out_hidden_size"] == SHAPES[shape].text["hidden_size"]
 
 
 def test_quick_is_one_cell() -> None:
