@@ -311,6 +311,9 @@ def main() -> None:
     parser.add_argument(
         "--flashinfer", action="store_true", help="time FlashInfer too (nvcc compiles it at first use)"
     )
+    parser.add_argument(
+        "--vllm", action="store_true", help="time vLLM's kernels too; it must be importable"
+    )
     parser.add_argument("--no-tuner", action="store_true", help="leave csgmv_tuned out")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="compiling processes")
     parser.add_argument("--summary", type=Path, help="where the figures go")
@@ -319,7 +322,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     began = time.monotonic()
-    wanted = [name for name in peers.PEERS if args.flashinfer or name != "flashinfer"]
+    wanted = [name for name in peers.PEERS if name not in peers.OPTIONAL or getattr(args, name)]
     loads = grid(args.quick)
     plan = {} if args.no_tuner else tuned_loads(loads, args.quick)
     failed = compile_all(loads, wanted, list(plan.values()), args)

@@ -1,14 +1,18 @@
 """What adapters cost a served model: decode step and prefill of a 7B shape with ATMM, over the same without LoRA.
 
     python -m benchmarks.kernels.bench_step --summary results/summary.json      # an H100, about 4 minutes
+    python -m benchmarks.kernels.bench_step --vllm-python PATH --summary …      # vLLM's engine beside them
+    python -m benchmarks.kernels.bench_step --shape 3b --skip stock             # a Qwen2.5-VL-3B, or llava-7b
     python -m benchmarks.kernels.bench_step --tiny                              # a check on a laptop, records nothing
 
-Random bfloat16 weights and adapters on all seven projections, batch 32, input 256, 64 decode steps. Each engine
-(stock SGLang without LoRA, ours, stock with csgmv) is a process of its own; all are started first and then asked in
-turn, so that clocks that move hit every case alike. ``--attention`` names the backend of all of them, by default what
-SGLang chooses; ratios are over the faster of LoRA off with it and with Triton attention (``off_triton``). A decode
-step is (time for 65 tokens - time for 1) / 64, prefill the time for 1; medians over the rounds. Nothing is merged:
-every adapter row goes through the operator.
+Random bfloat16 weights and adapters on all seven projections, batch 32, input 256, 64 decode steps. Each engine (stock
+SGLang without LoRA, ours, stock with csgmv, vLLM's with the language model alone) is a process of its own; all are
+started first and then asked in turn, so that clocks that move hit every case alike. ``--attention`` names the backend
+of all of SGLang's and ours, by default what they choose; ratios are over the faster of LoRA off with it and with
+Triton attention (``off_triton``). A decode step is (time for 65 tokens - time for 1) / 64, prefill the time for 1;
+medians over the rounds. Nothing is merged: every adapter row goes through the operator. ``decode32_over_bytes`` is
+what 32 adapters of rank 16, one a row of 64 slots, add to a step, over the time that reading them takes at the rate of
+a device copy.
 """
 
 from __future__ import annotations
@@ -28,16 +32,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.shape7b import build_stock_engine, make_adapters, make_model, plain_adapter_loading
+from benchmarks.serving.shape7b import (
+    SHAPES,
+    adapter_numbers,
+    build_stock_engine,
+    make_adapters,
+    make_language_model,
+    make_model,
+    plain_adapter_loading,
+)
 from benchmarks.summary import RESULTS, package_versions, record
 
 ADAPTERS = 8
 ANSWER = "@bench_step "
 MIXTURE_FLAG = "VLORA_BENCH_MIXTURE"
+VLLM_ENGINE = Path(__file__).with_name("vllm_engine.py")
 # Engine -> rank of its adapters, 0 for no LoRA. Those of one phase run side by side; the first one stays.
 PHASES: tuple[dict[str, int], ...] = (
-    {"off": 0, "off_triton": 0, "ours": 64, "stock": 64},
-    {"ours16": 16, "slots64": 64},
+    {"off": 0, "off_triton": 0, "ours": 64, "stock": 64, "vllm": 64},
+    {"ours16": 16, "slots64": 64, "each16": 16},
 )
 CASES = {
     "off": ("base",),
@@ -46,9 +59,12 @@ CASES = {
     "stock": ("base", "one", "eight"),
     "ours16": ("base", "eight"),
     "slots64": ("eight",),
+    "each16": ("each",),
+    "vllm": ("base", "eight"),
 }
-SLOTS = {"slots64": 64}
+SLOTS = {"slots64": 64, "each16": 64}
 SLOTS_FIGURE = "slots64_over_slots8"
+BYTES_FIGURE = "decode32_over_bytes"
 # Figure -> (engine, case, what is timed).
 FIGURES = {
     "decode8": ("ours", "eight", "step"),
@@ -59,6 +75,8 @@ FIGURES = {
     "prefill8": ("ours", "eight", "prefill"),
     "prefill8_r16": ("ours16", "eight", "prefill"),
 }
+# Figure over vLLM's engine -> (case of ours and of its, what is timed).
+VLLM_FIGURES = {"decode8_vs_vllm": ("eight", "step"), "prefill_base_vs_vllm": ("base", "prefill")}
 
 
 # In the engine's process
@@ -129,12 +147,19 @@ def adapters_of(case: str, batch: int) -> list[str | None] | None:
     """The adapter of every row."""
     if case == "base":
         return None
-    return ["adapter0" if case == "one" else f"adapter{i * ADAPTERS // batch}" for i in range(batch)]
+    number = {"one": lambda _: 0, "each": lambda i: i}.get(case, lambda i: i * ADAPTERS // batch)
+    return [f"adapter{number(i)}" for i in range(batch)]
+
+
+def adapters_for(engine: str, batch: int) -> int:
+    """How many adapters an engine serves."""
+    return batch if "each" in CASES[engine] else ADAPTERS
 
 
 def serve(args: argparse.Namespace) -> None:
     """Build one engine and time what standard input asks for: lines of (case, tokens)."""
-    adapters = [args.directory / f"rank{args.rank}" / f"adapter{i}" for i in range(ADAPTERS)] if args.rank else []
+    count = adapters_for(args.engine, args.batch) if args.rank else 0
+    adapters = [args.directory / f"rank{args.rank}" / f"adapter{i}" for i in range(count)]
     flag = Path(os.environ[MIXTURE_FLAG])
     engine = build(args.engine, adapters, args)
     prompts = [[100 + (31 * row + i) % 200 for i in range(args.input)] for row in range(args.batch)]
@@ -163,15 +188,22 @@ class Worker:
     @classmethod
     def start(cls, name: str, rank: int, number: int, args: argparse.Namespace, directory: Path) -> Worker:
         """Start an engine; ``wait`` for its first answer."""
-        command = [sys.executable, "-m", "benchmarks.kernels.bench_step", "--engine", name, "--rank", str(rank)]
-        command += ["--directory", str(directory), "--port", str(31000 + 1000 * number)]
-        command += ["--batch", str(args.batch), "--input", str(args.input), *(["--tiny"] if args.tiny else [])]
-        command += ["--fast-paths", args.fast_paths, "--steps", str(args.steps)]
-        command += ["--attention", args.attention] if args.attention else []
-        log = (directory / f"{name}.log").open("w")
+        shared = ["--rank", str(rank), "--directory", str(directory), "--batch", str(args.batch)]
+        shared += ["--input", str(args.input), "--steps", str(args.steps)]
         environment = {**os.environ, MIXTURE_FLAG: str(directory / f"{name}.mixture")}
+        if name == "vllm":
+            command = [args.vllm_python, str(VLLM_ENGINE), "--adapters", str(ADAPTERS)]
+            environment["PYTHONPATH"] = ""  # it has packages of its own
+        else:
+            command = [sys.executable, "-m", "benchmarks.kernels.bench_step", "--engine", name]
+            command += ["--port", str(31000 + 1000 * number), "--fast-paths", args.fast_paths]
+            command += [
+                *(["--tiny"] if args.tiny else []),
+                *(["--attention", args.attention] if args.attention else []),
+            ]
+        log = (directory / f"{name}.log").open("w")
         process = subprocess.Popen(
-            command,
+            [*command, *shared],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -237,7 +269,7 @@ def measure(workers: dict[str, Worker], args: argparse.Namespace, deadline: floa
                     times.setdefault((name, case), []).append((first, (whole - first) / args.steps))
     rows = []
     for (name, case), values in times.items():
-        row: dict[str, Any] = {"engine": name, "case": case, "rounds": len(values)}
+        row: dict[str, Any] = {"engine": name, "case": case, "rows": args.batch, "rounds": len(values)}
         for what, own in zip(("prefill", "step"), zip(*values, strict=True), strict=True):
             row[f"{what}_ms"] = round(1e3 * statistics.median(own), 4)
             row[f"{what}_range_ms"] = [round(1e3 * min(own), 4), round(1e3 * max(own), 4)]
@@ -259,8 +291,27 @@ def ratios(rows: list[dict[str, Any]], phase: int) -> dict[str, float]:
         for name, (engine, case, what) in wanted.items()
         if off is not None and (engine, case) in found
     }
+    for name, (case, what) in VLLM_FIGURES.items():
+        own, other = (found.get((engine, case)) for engine in ("ours", "vllm"))
+        if own and other:
+            over[name] = own[f"{what}_ms"] / other[f"{what}_ms"]
     few, many = (found.get((name, "eight")) for name in ("ours", "slots64"))
     return over if few is None or many is None else {**over, SLOTS_FIGURE: many["step_ms"] / few["step_ms"]}
+
+
+def over_bytes(rows: list[dict[str, Any]], shape: str, rate: float) -> dict[str, float]:
+    """What an adapter of its own adds to every row of a step, over the time that its bytes take.
+
+    Args:
+        rate: bytes a second that a device copy reads and writes.
+    """
+    found = {}
+    for each in (row for row in rows if row["case"] == "each"):
+        beside = [row for row in rows if row["phase"] == each["phase"] and row["engine"].startswith("off")]
+        if off := min((row["step_ms"] for row in beside), default=None):
+            moved = 2 * each["rows"] * adapter_numbers(16, shape)
+            found[BYTES_FIGURE] = (each["step_ms"] - off) / (1e3 * moved / rate)
+    return found
 
 
 def main() -> None:
@@ -271,6 +322,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which everything is killed")
     parser.add_argument("--together", action="store_true", help="all engines side by side: a card of 140 GB")
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM: its engine is timed, too")
     parser.add_argument("--attention", help="--attention-backend of all but off_triton; by default SGLang's choice")
     parser.add_argument("--fast-paths", default="auto", choices=("auto", "off"), help="--vlora-fast-paths of ours")
     parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
@@ -283,8 +336,12 @@ def main() -> None:
     if args.engine:
         serve(args)
         return
+    if args.vllm_python is None:
+        args.skip = [*args.skip, "vllm"]
     began = time.monotonic()
     rows, figures = run_phases(args, began + args.limit)
+    if not args.tiny:
+        figures |= over_bytes(rows, args.shape, copy_rate())
     for name, value in figures.items():
         print(f"{name} {value:.3f}")
     print(f"{time.monotonic() - began:.0f} s")
@@ -292,7 +349,13 @@ def main() -> None:
         return
     import torch
 
-    about = {"card": torch.cuda.get_device_name(0), "versions": package_versions(), "figures": figures}
+    about = {
+        "shape": args.shape,
+        "input": args.input,
+        "card": torch.cuda.get_device_name(0),
+        "versions": package_versions(),
+        "figures": figures,
+    }
     args.rows.parent.mkdir(parents=True, exist_ok=True)
     args.rows.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     if args.summary:
@@ -302,8 +365,33 @@ def main() -> None:
 def write_figures(figures: dict[str, float], args: argparse.Namespace) -> None:
     """To the summary: ``default.…`` with the attention that SGLang chooses, ``atmm.model.…`` with Triton's."""
     prefix, suffix = "atmm.model" if args.attention == "triton" else "default", ".long" if args.input > 1024 else ""
-    for name in figures.keys() & {*(f"{name}_over_off" for name in FIGURES), SLOTS_FIGURE}:
-        record(f"{prefix}.{name}{suffix}", figures[name], "ratio", False, summary=args.summary)
+    known = {*(f"{name}_over_off" for name in FIGURES), SLOTS_FIGURE, BYTES_FIGURE, *VLLM_FIGURES}
+    for name in sorted(figures.keys() & known):
+        record(
+            f"{prefix}.{SHAPES[args.shape].figure}{name}{suffix}", figures[name], "ratio", False, summary=args.summary
+        )
+
+
+def copy_rate() -> float:
+    """Bytes a second that a device copy reads and writes."""
+    import torch
+
+    from benchmarks.kernels.bench_switch import copy_bandwidth
+
+    return copy_bandwidth(torch.device("cuda"), 1 << 32)
+
+
+def write_models(directory: Path, engines: dict[str, int], args: argparse.Namespace) -> None:
+    """The model and the adapters of these engines; for vLLM's the language model alone."""
+    make = make_model if SHAPES[args.shape].sees else make_language_model
+    model = make(directory / "model", args.tiny, args.shape)
+    for rank in sorted({rank for name, rank in engines.items() if name != "vllm"} - {0}):
+        count = max(adapters_for(name, args.batch) for name, own in engines.items() if own == rank)
+        make_adapters(directory / f"rank{rank}", model, [f"adapter{i}" for i in range(count)], rank)
+    if "vllm" in engines:
+        rank = engines["vllm"]
+        language = make_language_model(directory / "language", args.tiny, args.shape)
+        make_adapters(directory / f"language{rank}", language, [f"adapter{i}" for i in range(ADAPTERS)], rank)
 
 
 def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -316,9 +404,7 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
         phases = [{name: rank for phase in phases for name, rank in phase.items()}]
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        model = make_model(directory / "model", args.tiny)
-        for rank in sorted({rank for phase in phases for rank in phase.values()} - {0}):
-            make_adapters(directory / f"rank{rank}", model, [f"adapter{i}" for i in range(ADAPTERS)], rank)
+        write_models(directory, {name: rank for phase in phases for name, rank in phase.items()}, args)
         try:
             for phase, engines in enumerate(phases):
                 for name in [name for name in workers if not name.startswith("off")]:

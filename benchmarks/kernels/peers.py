@@ -8,8 +8,7 @@
 - ``punica_style``: segments with one static tile, (16, 64, 64) as the paper's table 1 gives it.
 - ``dlora_style``: rows padded to the longest adapter's, two batched matmuls, rows scattered back.
 - ``flashinfer``: two grouped GEMMs of ``SegmentGEMMWrapper`` per projection part, added to y.
-
-vLLM's punica kernels need its wheel and are not here.
+- ``vllm``: vLLM's LoRA kernels as its server calls them, where vLLM can be imported; no tuned tiles are in its wheel.
 """
 # Kernel parameters are pointers and constants; mypy cannot read them.
 # mypy: disallow-untyped-defs=False
@@ -335,6 +334,44 @@ def flashinfer_segments(inputs: Inputs) -> Run:
     return run
 
 
+def vllm_weights(inputs: Inputs, i: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A and B of a copy as vLLM keeps them: a tensor a projection, [slots, 1, rank, K] and [slots, 1, columns, rank].
+
+    Lower ranks are padded with zeros to the pool's, and B has the scaling in it, as vLLM loads an adapter.
+    """
+    full, k = inputs.rank, inputs.k
+    a = torch.zeros(inputs.parts, inputs.slots, 1, full, k, dtype=inputs.a[i].dtype, device=DEVICE)
+    b = torch.zeros(inputs.slots, 1, inputs.n, full, dtype=inputs.b[i].dtype, device=DEVICE)
+    for slot, rank in enumerate(inputs.ranks):
+        a[:, slot, 0, :rank] = inputs.a[i][slot, : inputs.parts * rank].view(inputs.parts, rank, k)
+        b[slot, 0, :, :rank] = inputs.b[i][slot, :, :rank] * inputs.scaling
+    return list(a), [b[:, :, start:end].contiguous() for start, end in itertools.pairwise(inputs.offsets)]
+
+
+def vllm(inputs: Inputs) -> Run:
+    """A shrink into float32 that the operator zeroes itself, and an expand that adds to y."""
+    from vllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand, lora_shrink
+
+    rows = inputs.load.rows
+    slots = torch.repeat_interleave(torch.arange(len(inputs.lengths)), torch.tensor(inputs.lengths))
+    meta = LoRAKernelMeta.make(inputs.slots, rows, torch.device(DEVICE))
+    meta.prepare_tensors(slots.to(DEVICE, torch.int32))
+    routing = meta.meta_args(rows, False)  # a grid over all slots, as shipped
+    low = torch.empty(inputs.parts, rows, inputs.rank, dtype=torch.float32, device=DEVICE)
+    weights = [vllm_weights(inputs, i) for i in range(inputs.copies)]
+
+    def run(i: int) -> torch.Tensor:
+        a, b = weights[i]
+        lora_shrink(inputs.x[i], a, low, *routing, 1.0)
+        lora_expand(low, b, inputs.y[i], *routing, offset_start=0, add_inputs=True)
+        return inputs.y[i]
+
+    return run
+
+
+OPTIONAL = ("flashinfer", "vllm")
+"""Peers that are timed where they are asked for: an installation more, or minutes of a compiler."""
+
 PEERS: dict[str, Callable[[Inputs], Run]] = {
     "atmm": ours,
     "csgmv": csgmv,
@@ -343,4 +380,5 @@ PEERS: dict[str, Callable[[Inputs], Run]] = {
     "punica_style": punica_style,
     "dlora_style": dlora_style,
     "flashinfer": flashinfer_segments,
+    "vllm": vllm,
 }

@@ -36,11 +36,10 @@ from textwrap import fill
 from typing import Any
 
 from benchmarks.serving.replay import replay, summarize
-from benchmarks.serving.shape7b import SHAPES
+from benchmarks.serving.shape7b import SHAPES, adapter_numbers, base_numbers
 from benchmarks.serving.systems import DEFAULT, DLORA, SYSTEMS, Deployment, Server, make_deployment
 from benchmarks.serving.traces import RETRIEVAL, VIDEO, Speaker, Workload, trace, without_adapters
 from benchmarks.summary import SUMMARY, card_name, record
-from vlora_sgl.kernels.tiling_search import MODELS
 
 WORKLOADS = {"retrieval": RETRIEVAL, "video": VIDEO}
 RESULTS = SUMMARY.parent / "serving"
@@ -307,19 +306,6 @@ def note(text: str) -> None:
 def ranks_of(row: dict[str, Any]) -> list[int]:
     """The ranks of a row's adapters; rows of before 2026-11-29 have one, as ``rank``."""
     return row.get("ranks") or [row["rank"]]
-
-
-def adapter_numbers(rank: int, shape: str = "7b") -> int:
-    """Weights of an adapter of a 7B shape, all of which a decode step reads."""
-    layer = sum(rank * ((len(p.offsets) - 1) * p.k + p.n) for p in MODELS[SHAPES[shape].tiles])
-    return layer * int(SHAPES[shape].text["num_hidden_layers"])
-
-
-def base_numbers(shape: str = "7b") -> int:
-    """Weights of the base model that a decode step reads."""
-    sizes = SHAPES[shape].text
-    layer = sum(p.k * p.n for p in MODELS[SHAPES[shape].tiles])
-    return int(layer * sizes["num_hidden_layers"] + sizes["vocab_size"] * sizes["hidden_size"])
 
 
 Figure = tuple[str, float, bool]

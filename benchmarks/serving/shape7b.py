@@ -96,6 +96,23 @@ MAX_PIXELS = 1024 * 1024
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def adapter_numbers(rank: int, shape: str = "7b") -> int:
+    """Weights of an adapter on all linears of the language model, all of which a decode step reads."""
+    from vlora_sgl.kernels.tiling_search import MODELS
+
+    layer = sum(rank * ((len(p.offsets) - 1) * p.k + p.n) for p in MODELS[SHAPES[shape].tiles])
+    return layer * int(SHAPES[shape].text["num_hidden_layers"])
+
+
+def base_numbers(shape: str = "7b") -> int:
+    """Weights of the base model that a decode step reads."""
+    from vlora_sgl.kernels.tiling_search import MODELS
+
+    sizes = SHAPES[shape].text
+    layer = sum(p.k * p.n for p in MODELS[SHAPES[shape].tiles])
+    return int(layer * sizes["num_hidden_layers"] + sizes["vocab_size"] * sizes["hidden_size"])
+
+
 def make_model(directory: Path, tiny: bool, shape: str = "7b") -> Path:
     """Write configuration, tokenizer and processor (and, if tiny, weights) of a shape that sees to ``directory``."""
     from tests.support.tiny_random import make_model as make_tiny

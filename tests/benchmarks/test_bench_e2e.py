@@ -12,9 +12,16 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from benchmarks.serving import systems
-from benchmarks.serving.bench_e2e import adapter_numbers, base_numbers, figures, parse, requests_of
+from benchmarks.serving.bench_e2e import figures, parse, requests_of
 from benchmarks.serving.replay import Outcome, summarize
-from benchmarks.serving.shape7b import SHAPES, make_adapters, make_language_model, make_model
+from benchmarks.serving.shape7b import (
+    SHAPES,
+    adapter_numbers,
+    base_numbers,
+    make_adapters,
+    make_language_model,
+    make_model,
+)
 from benchmarks.serving.systems import SYSTEMS, Deployment
 from benchmarks.serving.traces import IMAGE_TOKENS, RETRIEVAL, VIDEO, Arrival, Speaker, Workload, trace
 from vlora_sgl.kernels.tiling_search import MODELS, projections

@@ -1,8 +1,10 @@
 """The kernel benchmark's workloads and figures, without a GPU."""
 
 import pytest
+import torch
 
-from benchmarks.kernels.workloads import PROJECTIONS, grid, rows_by_adapter
+from benchmarks.kernels.peers import OPTIONAL, PEERS, vllm_weights
+from benchmarks.kernels.workloads import PROJECTIONS, Inputs, Workload, grid, rows_by_adapter
 
 
 @pytest.mark.parametrize("popularity", ["distinct", "uniform", "zipf", "skewed", "identical"])
@@ -25,3 +27,24 @@ def test_the_grid_covers_both_phases_of_every_projection() -> None:
         (name, phase) for name in PROJECTIONS for phase in ("decode", "prefill")
     }
     assert any(len(load.ranks) > 1 for load in loads) and len(loads) < len(grid(quick=False))
+
+
+@pytest.mark.parametrize("projection", ["qkv_proj", "o_proj"])
+@pytest.mark.parametrize("ranks", [(8,), (8, 4, 2)])
+def test_weights_as_vllm_keeps_them_compute_the_same(projection: str, ranks: tuple[int, ...]) -> None:
+    """By the formula of its kernels: rows times A of their slot, times B, into the columns of each projection."""
+    inputs = Inputs(Workload(projection, 7, 3, "zipf", ranks), copies=1, dtype=torch.float64)
+    slots = torch.repeat_interleave(torch.arange(len(inputs.lengths)), torch.tensor(inputs.lengths))
+    a, b = vllm_weights(inputs, 0)
+    assert all(t.is_contiguous() for t in (*a, *b))
+    parts = []
+    for down, up in zip(a, b, strict=True):
+        low = torch.einsum("tk,trk->tr", inputs.x[0], down[slots, 0])
+        parts.append(torch.einsum("tr,tnr->tn", low, up[slots, 0]))
+    exact, _ = inputs.exact(torch.arange(7))
+    assert not torch.equal(exact, inputs.y[0])
+    torch.testing.assert_close(inputs.y[0] + torch.cat(parts, 1), exact)
+
+
+def test_peers_that_need_more_are_asked_for() -> None:
+    assert set(OPTIONAL) < set(PEERS) and "atmm" not in OPTIONAL

@@ -1,0 +1,126 @@
+"""The step benchmark without a GPU: figures from rows, who writes them, and vLLM's engine behind its questions."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.kernels import bench_step
+from benchmarks.kernels.bench_step import CASES, PHASES, Worker, adapters_of, over_bytes, ratios, write_figures
+from benchmarks.serving.shape7b import SHAPES, adapter_numbers
+from benchmarks.summary import read
+
+STUB = '''
+"""As much of vLLM as the benchmark's engine asks for; it checks what it is asked."""
+class SamplingParams:
+    def __init__(self, **given):
+        vars(self).update(given)
+class LLM:
+    def __init__(self, **given):
+        import json, pathlib
+        config = json.loads((pathlib.Path(given["model"]) / "config.json").read_text())
+        assert config["architectures"] == ["Qwen2ForCausalLM"]
+        assert given["enable_lora"] and given["max_loras"] == 8 and given["max_lora_rank"] == 64
+    def generate(self, prompts, parameters, use_tqdm, lora_request=None):
+        assert len(prompts) == 16 and all(len(p["prompt_token_ids"]) == 5 for p in prompts)
+        names = {r.name for r in lora_request or ()}
+        assert len(names) in (0, 1, 8) and (lora_request is None or len(lora_request) == 16)
+        import time; time.sleep(0.001 * parameters.max_tokens + 0.01 * len(names))
+'''
+REQUEST = """
+import pathlib
+class LoRARequest:
+    def __init__(self, name, number, path):
+        assert number > 0 and (pathlib.Path(path) / "adapter_model.safetensors").exists()
+        self.name = name
+"""
+
+
+def rows(**steps: float) -> list[dict[str, Any]]:
+    """Of one phase: ``engine__case`` -> its step; a prefill takes a hundred times as long."""
+    found = []
+    for name, step in steps.items():
+        engine, _, case = name.partition("__")
+        found.append(
+            {"engine": engine, "case": case, "phase": 0, "rows": 32, "step_ms": step, "prefill_ms": 100 * step}
+        )
+    return found
+
+
+def test_figures_are_over_the_faster_of_two_backends() -> None:
+    made = rows(off__base=5.0, off_triton__base=4.0, ours__base=4.0, ours__eight=6.0, slots64__eight=6.3)
+    found = ratios(made, 0)
+    assert (found["base_over_off"], found["decode8_over_off"], found["prefill8_over_off"]) == (1.0, 1.5, 1.5)
+    assert found["slots64_over_slots8"] == pytest.approx(1.05)
+    assert not any("vllm" in name for name in found)
+    beside = ratios([*made, *rows(vllm__base=5.0, vllm__eight=12.0)], 0)
+    assert (beside["decode8_vs_vllm"], beside["prefill_base_vs_vllm"]) == (0.5, 0.8)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_32_adapters_cost_beside_their_bytes(shape: str) -> None:
+    rate = 4e12
+    needed = 1e3 * 32 * 2 * adapter_numbers(16, shape) / rate
+    made = rows(off__base=5.0, off_triton__base=6.0, each16__each=5.0 + 3 * needed)
+    assert over_bytes(made, shape, rate)["decode32_over_bytes"] == pytest.approx(3.0)
+    assert over_bytes(rows(off__base=5.0), shape, rate) == over_bytes(rows(each16__each=5.0), shape, rate) == {}
+
+
+@pytest.mark.parametrize("case, different", [("one", 1), ("eight", 8), ("each", 32), ("mixture", 8)])
+def test_rows_have_the_adapters_that_a_case_says(case: str, different: int) -> None:
+    named = adapters_of(case, 32)
+    assert named is not None and len(named) == 32 and len(set(named)) == different
+    engines = [name for name, cases in CASES.items() if case in cases]
+    assert all(bench_step.adapters_for(name, 32) >= different for name in engines)
+
+
+WANTED = """
+default.decode8_over_off default.decode1_over_off default.base_over_off default.mixture_over_off
+default.decode8_r16_over_off default.prefill8_over_off default.prefill8_r16_over_off default.slots64_over_slots8
+default.decode32_over_bytes default.decode8_vs_vllm default.prefill_base_vs_vllm
+"""
+
+
+@pytest.mark.parametrize("infix, shape", [("", "7b"), ("3b.", "3b"), ("llava.", "llava-7b")])
+@pytest.mark.parametrize("suffix, prompt", [("", 256), (".long", 3072)])
+def test_every_figure_has_a_writer(infix: str, shape: str, suffix: str, prompt: int, tmp_path: Path) -> None:
+    steps = {f"{engine}__{case}": 5.0 for phase in PHASES for engine in phase for case in CASES[engine]}
+    made = rows(**steps)
+    found = ratios(made, 0) | over_bytes(made, shape, 4e12)
+    args = type("", (), {"attention": None, "input": prompt, "shape": shape, "summary": tmp_path / "summary.json"})
+    write_figures(found, args)  # type: ignore[arg-type]
+    names = {name.replace("default.", f"default.{infix}") + suffix for name in WANTED.split()}
+    assert {row["name"] for row in read(tmp_path / "summary.json")} == names
+
+
+@pytest.fixture
+def vllm_python(tmp_path: Path) -> Path:
+    """A Python that has a vLLM, and nothing of ours."""
+    package = tmp_path / "site" / "vllm"
+    (package / "lora").mkdir(parents=True)
+    (package / "__init__.py").write_text(STUB)
+    (package / "lora" / "__init__.py").write_text("")
+    (package / "lora" / "request.py").write_text(REQUEST)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexport PYTHONPATH={tmp_path / "site"}\ncd /\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_vllms_engine_is_asked_as_the_others_are(vllm_python: Path, tmp_path: Path) -> None:
+    flags = {"batch": 16, "input": 5, "steps": 4, "repeats": 2, "tiny": True, "shape": "7b"}
+    args: Any = type("", (), {**flags, "vllm_python": str(vllm_python)})
+    bench_step.write_models(tmp_path, {"vllm": 64}, args)
+    worker = Worker.start("vllm", 64, 0, args, tmp_path)
+    try:
+        assert worker.wait(120) == "ready", (tmp_path / "vllm.log").read_text()
+        found = bench_step.measure({"vllm": worker}, args, time.monotonic() + 60)
+    finally:
+        worker.stop()
+    assert [(row["engine"], row["case"]) for row in found] == [("vllm", "base"), ("vllm", "eight")]
+    base, eight = (row["prefill_ms"] for row in found)
+    assert eight > base + 50, (tmp_path / "vllm.log").read_text()
