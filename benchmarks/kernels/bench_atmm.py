@@ -311,9 +311,7 @@ def main() -> None:
     parser.add_argument(
         "--flashinfer", action="store_true", help="time FlashInfer too (nvcc compiles it at first use)"
     )
-    parser.add_argument(
-        "--vllm", action="store_true", help="time vLLM's kernels too; it must be importable"
-    )
+    parser.add_argument("--vllm", action="store_true", help="time vLLM's kernels too; it must be importable")
     parser.add_argument("--no-tuner", action="store_true", help="leave csgmv_tuned out")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="compiling processes")
     parser.add_argument("--summary", type=Path, help="where the figures go")

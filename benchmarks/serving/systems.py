@@ -130,7 +130,7 @@ class Deployment:
         """The command line of vLLM's server, with the settings that the others have and no more."""
         flags = ["serve", str(self.model), "--port", str(port), "--served-model-name", BASE]
         flags += ["--max-num-seqs", str(self.max_batch), "--max-model-len", "8192"]
-        flags += ["--gpu-memory-utilization", "0.45"]  # another server may be up
+        flags += ["--gpu-memory-utilization", "0.3"]  # others may be up
         flags += [] if self.tiny else ["--load-format", "dummy", "--dtype", "bfloat16"]
         flags += ["--limit-mm-per-prompt", '{"image": 6}'] if self.sees else []
         flags += ["--enable-lora", "--lora-modules", *(f"{name}={path}" for name, path in self.adapters.items())]
