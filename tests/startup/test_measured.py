@@ -74,6 +74,14 @@ def test_what_the_user_sets_stays(
     assert {"--" + name.replace("_", "-") for name in others} <= set(defaults.command_line_defaults(argv))
 
 
+def test_amds_cards_are_no_hoppers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 4))
+    assert measured.family() == HOPPER
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert measured.family() is None
+
+
 def settings(path: str, **values: Any) -> Any:
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend="breakable", bs=values.pop("cuda_graph_bs_prefill", [8])))
     fields = {"attention_backend": "x", "mm_attention_backend": None, "sampling_backend": "flashinfer"}

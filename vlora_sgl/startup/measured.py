@@ -71,7 +71,9 @@ def family() -> str | None:
     """The family of this machine's first GPU; ``None`` where there is none, or nothing was measured on its kind."""
     import torch
 
-    return FAMILIES.get(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else None
+    if not torch.cuda.is_available() or torch.version.hip is not None:  # AMD numbers its cards as NVIDIA does
+        return None
+    return FAMILIES.get(torch.cuda.get_device_capability()[0])
 
 
 def architecture(model: str) -> str | None:
