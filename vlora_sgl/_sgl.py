@@ -291,6 +291,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "Scheduler.unload_lora_adapter": ("self", "recv_req"),
     "Scheduler.on_idle": ("self",),
     "Scheduler.is_fully_idle": ("self",),
+    "VisionFlash3Attention.forward": (
+        *("self", "q", "k", "v", "cu_seqlens", "bsz", "seq_len", "softmax_scale", "forward_metadata"),
+    ),
     "OpenAIServingChat._apply_jinja_template": ("self", "request", "tools", "is_multimodal"),
     "OpenAIServingChat._apply_conversation_template": ("self", "request", "is_multimodal"),
     "TokenizersBackend._encode_plus": ("self", "text"),
