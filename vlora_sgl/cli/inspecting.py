@@ -1,5 +1,6 @@
-"""``vlora inspect``: what an adapter holds, whether it would load, what it would cost. ``vlora convert``: a plain one of
-one whose initialisation changed the base.
+"""``vlora inspect``: what an adapter holds, whether it would load, what it would cost.
+
+``vlora convert``: a plain adapter of one whose initialisation changed the base.
 """
 
 from __future__ import annotations
