@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from hypothesis import given as given_
+from hypothesis import strategies as st
 from starlette.websockets import WebSocketDisconnect
 
 from tests.test_combined import WRONG
 from vlora_sgl import _sgl
+from vlora_sgl.combined import parts
 from vlora_sgl.entrypoints import adapters, bodies, own_routes
 from vlora_sgl.entrypoints.body_limit import BodyLimit
 from vlora_sgl.entrypoints.refused import OPERATORS, REFUSED
@@ -212,6 +215,24 @@ def test_what_cannot_be_combined_is_refused_on_every_route(client: TestClient, n
     route = next(route for found, route in FOUND if found == name)
     answer = client.post(route.path, json={"adapters": WRONG[wrong]})
     assert answer.status_code == 400 and "adapters must be" in answer.text
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["A", "B", "", "{", ":"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["A", "B", "C", ""]), inner),
+    max_leaves=6,
+)
+
+
+@given_(VALUES, st.sampled_from(["/generate", "/v1/chat/completions", "/v1/responses"]))
+def test_whatever_comes_for_adapters_is_one_or_refused(manager: Any, given: Any, path: str) -> None:
+    try:
+        body = bodies.accept({"adapters": given}, path, manager)
+    except (RequestError, UnknownAdapterResponse) as error:
+        assert "adapters must be" in str(error) or "no adapter named" in str(error)
+        return
+    for one in body.get("lora_path") or [NAMED.get()]:
+        assert one is None or all(name in NAMES and abs(scale) <= 100 for name, scale in parts(one))
 
 
 @pytest.mark.parametrize("more", [{"model": "A"}, {"model": "base:B"}, {"lora_path": "A"}, {"lora_path": ["A"]}])
