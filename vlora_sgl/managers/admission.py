@@ -226,7 +226,7 @@ class RequestGate:
                 self._check_list(name, field.check, value, prompts)
             elif prompts is not None or field.alone is None or not field.alone.fits(value):
                 field.check.require(name, value)
-        if isinstance(request.lora_path, Mapping | list):
+        if request.lora_path is not None and not isinstance(request.lora_path, str):
             request.lora_path = _as_text(request.lora_path)
         self._check_sampling(request.sampling_params, prompts)
 
