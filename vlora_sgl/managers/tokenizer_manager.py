@@ -237,7 +237,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         super()._handle_abort_req(recv_obj)
 
     def _count_aborted(self, asked: str | Sequence[str | None] | None) -> None:
-        for name in members(asked if isinstance(asked, list) else [asked]):
+        for name in members([asked] if asked is None or isinstance(asked, str) else asked):
             self.meters.aborted(name)
 
     # Others ask and change
