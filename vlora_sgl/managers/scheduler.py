@@ -90,12 +90,8 @@ class VLoraScheduler(_sgl.Scheduler):
 
     def init_request_receiver(self) -> None:
         """SGLang's. What the first rank receives goes to all of them, and costs that it measured go with that."""
-        blocker = self.input_blocker
-        self.input_blocker = Announcements(
-            blocker, lambda: self.planning.news() if self.planning is not None else None
-        )
+        self.input_blocker: Any = Announcements(self.input_blocker, lambda: self.planning and self.planning.news())
         super().init_request_receiver()
-        self.input_blocker = blocker
 
     # A request comes
 
