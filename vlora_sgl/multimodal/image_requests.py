@@ -110,7 +110,8 @@ def halves_of(processor: Any) -> Halves | None:
 
 def is_plain(processor: object) -> bool:
     """Whether transformers makes ids of a text with images by ``STEPS`` alone, as for LLaVA and Qwen."""
-    kind, base = type(processor), _sgl.ProcessorMixin
+    kind: Any = type(processor)
+    base = _sgl.ProcessorMixin
     if not isinstance(processor, base) or kind.replace_image_token is base.replace_image_token:
         return False
     return all(getattr(kind, step) is getattr(base, step) for step in STEPS)

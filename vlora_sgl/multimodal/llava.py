@@ -87,7 +87,7 @@ class Llava(_sgl.LlavaForConditionalGeneration):
             return super().__new__(cls)
         return _sgl.LlavaForConditionalGeneration(config, *args, **kwargs)
 
-    def __init__(self, config: LlavaConfig, quant_config: object = None, prefix: str = "") -> None:
+    def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
         config = copy.deepcopy(config)  # SGLang writes settings of its own into it
         super().__init__(config, quant_config, prefix)
         layers, count = config.vision_feature_layer, config.vision_config.num_hidden_layers + 1
