@@ -151,6 +151,8 @@ NAMES: dict[str, str] = {
     "Qwen2_5_VisionTransformer": "sglang.srt.models.qwen2_5_vl:Qwen2_5_VisionTransformer",
     "Qwen2_5_VisionBlock": "sglang.srt.models.qwen2_5_vl:Qwen2_5_VisionBlock",
     "Qwen2_5_VisionPatchEmbed": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionPatchEmbed",
+    "Qwen2VisionTransformer": "sglang.srt.models.qwen2_vl:Qwen2VisionTransformer",
+    "Qwen3VLMoeVisionModel": "sglang.srt.models.qwen3_vl:Qwen3VLMoeVisionModel",
     "VisionAttention": "sglang.srt.layers.attention.vision:VisionAttention",
     "VisionFlash3Attention": "sglang.srt.layers.attention.vision:VisionFlash3Attention",
     # LoRA
@@ -317,6 +319,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "LoRAAdapter.__init__": ("self", "uid", "config", "base_hf_config", "load_config", "lora_backend"),
     "LoRAManager.init_lora_adapters": ("self", "lora_paths"),
     "LoRAManager.init_memory_pool": ("self",),
+    "LoRAManager.init_lora_shapes": ("self", "max_lora_rank", "target_modules"),
     "LoRAMemoryPool.init_buffers": ("self", "base_model"),
     "LoRAMemoryPool.get_lora_A_shape": ("self", "module_name", "base_model", "max_lora_dim", "layer_idx"),
     "LoRAMemoryPool.get_lora_B_shape": ("self", "module_name", "base_model", "max_lora_dim", "layer_idx"),

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 OURS: dict[str, frozenset[str]] = {
     "GenerationBatchResult": frozenset({"head_results", "vlora_mode"}),
     "LogitsProcessorOutput": frozenset({"vlora_bad_rows"}),
-    "MultimodalDataItem": frozenset({"vlora_fault"}),
-    "LoRAAdapter": frozenset({"form", "output_vectors", "packed", "report", "unmergeable", "update_sizes", "vectors"}),
+    "MultimodalDataItem": frozenset({"vlora_adapter", "vlora_content", "vlora_fault"}),
+    "LoRAAdapter": frozenset(
+        {"form", "output_vectors", "packed", "report", "tower", "unmergeable", "update_sizes", "vectors"}
+    ),
     "Req": frozenset({"vlora"}),
     "ServerArgs": frozenset({"_vlora_chosen"}),
 }
@@ -119,6 +121,8 @@ class MultimodalDataItem(Protocol):
     offsets: list[tuple[int, int]] | None
     feature: object
     model_specific_data: Mapping[str, torch.Tensor]
+    vlora_adapter: str | None
+    vlora_content: int
     vlora_fault: Exception | None
 
     @property
@@ -429,6 +433,7 @@ class LoRAAdapter(Protocol):
     added_tokens_embeddings: MutableMapping[str, torch.Tensor]
     packed: Any
     report: Any
+    tower: Any
     update_sizes: Mapping[str, Any]
     form: str | None
     output_vectors: Mapping[str, Any]

@@ -42,26 +42,25 @@ def convert(args: Namespace) -> Result:
 
 def inspect_adapter(directory: Path, model: Path | None = None) -> JsonDict:
     """The load report of ``directory``, with its cost on ``model`` where one is given: host and device memory, the
-    latter in the smallest slot that holds it (``--vlora-slot-ranks``).
+    latter in the smallest slot that holds it (``--vlora-slot-ranks``), and in a slot of the vision tower's.
 
     Raises:
         AdapterError: it would be refused.
         ConfigError: ``model`` is no model directory.
     """
     from vlora_sgl.lora.checkpoint import read_adapter
-    from vlora_sgl.lora.layout import BaseLayout
+    from vlora_sgl.lora.layout import BaseLayout, is_tower, kind_of
 
     layout = BaseLayout.from_directory(model) if model else None
-    report = read_adapter(directory, layout).report
-    answer = {**report.to_dict(), "checked_against": str(model) if model else None}
-    if model and layout:
-        width = _model_width(model)
-        answer["slot_rank"] = -(-report.max_rank // SLOT_UNIT) * SLOT_UNIT
-        answer["slot_bytes"] = width * sum(
-            answer["slot_rank"] * (out + inner)
-            for name, (out, inner) in layout.shapes.items()
-            if name.rpartition(".")[2] in report.modules
-        )
+    adapter = read_adapter(directory, layout)
+    answer = {**adapter.report.to_dict(), "checked_against": str(model) if model else None}
+    for tower, slot in ((False, "slot"), (True, "tower_slot")):
+        modules = {name: pair for name, pair in adapter.modules.items() if is_tower(name) is tower}
+        if model and layout and modules:
+            rank = -(-max(pair.rank for pair in modules.values()) // SLOT_UNIT) * SLOT_UNIT
+            kinds = {*map(kind_of, modules)}
+            elements = sum(rank * sum(shape) for name, shape in layout.shapes.items() if kind_of(name) in kinds)
+            answer |= {f"{slot}_rank": rank, f"{slot}_bytes": _model_width(model) * elements}
     return answer
 
 
@@ -89,8 +88,9 @@ def _render(report: JsonDict) -> str:
         "host memory": f"{report['nbytes'] / 2**20:.1f} MiB",
         "digest": report["digest"],
     }
-    if "slot_bytes" in report:
-        size = f"{report['slot_bytes'] / 2**20:.1f} MiB"
-        rows["device slot"] = f"{size} in one of rank {report['slot_rank']}, in proportion in a larger one"
+    for label, slot in (("device slot", "slot"), ("tower slot", "tower_slot")):
+        if f"{slot}_bytes" in report:
+            size = f"{report[f'{slot}_bytes'] / 2**20:.1f} MiB"
+            rows[label] = f"{size} in one of rank {report[f'{slot}_rank']}, in proportion in a larger one"
     lines = [f"{label + ':':13}{value}" for label, value in rows.items()]
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from torch import nn
 
 from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import LoRAAdapter
+from vlora_sgl.errors import AdapterError
 from vlora_sgl.heads.store import AdapterDescription
-from vlora_sgl.lora.checkpoint import read_adapter
-from vlora_sgl.lora.layout import BaseLayout, layer_of
+from vlora_sgl.lora.checkpoint import LoraPair, read_adapter
+from vlora_sgl.lora.layout import BaseLayout, is_tower, layer_of
 from vlora_sgl.lora.merge_bound import update_sizes
 from vlora_sgl.lora.stacking import is_embedding, stack
+from vlora_sgl.lora.tower import TowerWeights, tower_of, trained_layout
 from vlora_sgl.lora.vocabulary import as_lora
 
 
@@ -34,6 +37,7 @@ class AdapterBuilder:
         hf_config: of its language model.
         load_config, backend: SGLang's, which its adapters ask for.
         dtype: of the pool.
+        no_tower: why adapters of the vision tower cannot be served; ``None`` if they can.
     """
 
     model: nn.Module
@@ -41,6 +45,7 @@ class AdapterBuilder:
     load_config: object
     backend: _sgl.BaseLoRABackend
     dtype: torch.dtype
+    no_tower: str | None = None
 
     def read(self, adapter_id: str, directory: Path) -> LoRAAdapter:
         """SGLang's ``LoRAAdapter`` with the weights stacked, in the pool's dtype; its ``report`` says what was found.
@@ -49,8 +54,8 @@ class AdapterBuilder:
             AdapterError: the files are wrong, or do not fit the base model.
         """
         layout = engine_layout(self.model)
-        weights = read_adapter(directory, layout)
-        modules = weights.modules
+        weights = read_adapter(directory, trained_layout(layout, self.model))
+        modules = {name: pair for name, pair in weights.modules.items() if not is_tower(name)}
         if weights.token_rows:
             modules = {**modules, **as_lora(weights.token_rows, modules, self.model, layout)}
         stacked = stack(modules, layout, self.dtype, weights.biases)
@@ -69,6 +74,7 @@ class AdapterBuilder:
         adapter.update_sizes = update_sizes(stacked, layout)
         adapter.output_vectors, adapter.form = stacked.vectors, weights.form
         adapter.vectors = adapter.unmergeable = None
+        adapter.tower = self._tower({name: p for name, p in weights.modules.items() if is_tower(name)}, layout)
         for name, tensor in stacked.tensors.items():
             if is_embedding(name):
                 adapter.embedding_layers[name] = tensor
@@ -77,6 +83,15 @@ class AdapterBuilder:
                 assert layer is not None
                 adapter.layers[layer].weights[name] = tensor
         return adapter
+
+    def _tower(self, modules: Mapping[str, LoraPair], layout: BaseLayout) -> TowerWeights | None:
+        if not modules:
+            return None
+        if self.no_tower is not None:
+            raise AdapterError(
+                f"{len(modules)} modules lie in the vision tower, for example {min(modules)}, and {self.no_tower}"
+            )
+        return TowerWeights.of(stack(modules, layout, self.dtype), layout)
 
 
 def engine_layout(model: nn.Module) -> BaseLayout:
@@ -117,6 +132,8 @@ def content_digest(adapter: LoRAAdapter, description: AdapterDescription) -> str
     digest = hashlib.blake2b(digest_size=32)
     digest.update(json.dumps([adapter.scaling, adapter.config.hf_config], sort_keys=True, default=str).encode())
     digest.update(json.dumps(description.invocation).encode())
+    tower = tower_of(adapter)
+    digest.update((tower.digest if tower is not None else "").encode())
     groups = [layer.weights for layer in adapter.layers]
     groups += [adapter.embedding_layers, adapter.added_tokens_embeddings]
     for place, weights in enumerate(groups):

@@ -21,7 +21,7 @@ from vlora_sgl.errors import AdapterError
 from vlora_sgl.files import check_regular, is_there, read_json
 from vlora_sgl.heads.saved import without_wrappers
 from vlora_sgl.lora.access import allowed_directory
-from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, canonical_name, is_tower, layer_of
+from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, canonical_name, is_tower, kind_of, layer_of
 from vlora_sgl.lora.load_report import LoadReport, count
 from vlora_sgl.lora.peft_config import PeftLoraConfig
 from vlora_sgl.lora.token_rows import KEY as TOKEN_ROWS
@@ -161,11 +161,11 @@ def assemble(
             own_biases[path] = (key, tensor)
         else:
             _sort_other(key, tensor, config, layout, saved, notes, unknown)
-    _refuse_towers([path for path in sides if is_tower(path)])
     unknown += [path for path in sides if canonical_name(path) is None]
+    _refuse_towers([path for path in unknown if is_tower(path)])
     if unknown:
         raise AdapterError(
-            f"{source}: {len(unknown)} of {len(tensors)} tensors fit no module of a language model, for example "
+            f"{source}: {len(unknown)} of {len(tensors)} tensors fit no module that can be adapted, for example "
             f"{_sample(unknown)}"
         )
 
@@ -195,7 +195,7 @@ def assemble(
         path=source,
         digest=_digest(modules, {**saved, **{f"{name} {new.ids}": new.rows for name, new in rows.items()}}, biases),
         tensors=sum(map(len, sides.values())),
-        modules=count(name.rpartition(".")[2] for name in modules),
+        modules=count(map(kind_of, modules)),
         layers=len({layer_of(name) for name in modules} - {None}),
         ranks=count(pair.rank for pair in modules.values()),
         scales=count(pair.scale for pair in modules.values()),
@@ -236,7 +236,12 @@ def _biases(given: Mapping[str, tuple[str, torch.Tensor]], layout: BaseLayout | 
     found: dict[str, torch.Tensor] = {}
     for path, (key, tensor) in given.items():
         name = canonical_name(path)
-        if name is None or name in EMBEDDING_MODULES or (layout is not None and layout.expected(name) is None):
+        if (
+            name is None
+            or is_tower(name)
+            or name in EMBEDDING_MODULES
+            or (layout is not None and layout.expected(name) is None)
+        ):
             raise AdapterError(
                 f"{key}: of the base model's biases those of the language model's linear layers can be served; train "
                 "with bias='lora_only'"
@@ -284,7 +289,7 @@ def _check_sides(path: str, name: str, pair: Sides, config: PeftLoraConfig) -> N
         if side in pair and not promised:
             option = "use_dora" if side == "magnitude" else "lora_bias"
             raise AdapterError(f"{pair[side][0]}: the configuration does not set {option}")
-    if name in EMBEDDING_MODULES and len(pair) > 2:
+    if (name in EMBEDDING_MODULES or is_tower(name)) and len(pair) > 2:
         raise AdapterError(f"{path}: DoRA and lora_bias of {name} cannot be served")
 
 
@@ -424,8 +429,8 @@ def _check_tensor(key: str, tensor: torch.Tensor) -> None:
 def _refuse_towers(paths: list[str]) -> None:
     if paths:
         raise AdapterError(
-            f"{len(paths)} modules lie in the vision tower or projector, whose LoRA is not applied, for example "
-            f"{_sample(paths)}"
+            f"{len(paths)} modules lie in a vision tower or projector where LoRA is not applied, for example "
+            f"{_sample(paths)}; of Qwen2-VL, Qwen2.5-VL and Qwen3-VL visual.blocks and the mergers are"
         )
 
 

@@ -2,7 +2,8 @@
 
 A tensor of layer 3's query projection is called ``model.layers.3.self_attn.q_proj`` in one release of transformers,
 ``model.language_model.layers.3…`` in the next, ``language_model.model.layers.3…`` in SGLang. The *canonical* name
-drops every wrapper: ``layers.3.self_attn.q_proj``. Adapters, base checkpoints and engines all meet there.
+drops every wrapper: ``layers.3.self_attn.q_proj``. Adapters, base checkpoints and engines all meet there. What lies in
+the vision tower of a Qwen model keeps its first name: ``visual.blocks.3.attn.qkv``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _TOWER = re.compile(
     r"(^|\.)(visual|vision\w*|vit|image_\w+|audio\w*|multi_modal_projector|mm_projector|projector|merger|"
     r"deepstack\w*|resampler|connector|aligner|embed_vision)(\.|$)"
 )
+# The tower whose adapters can be served: its blocks, its projector, and projectors of inner layers.
+_SERVED_TOWER = re.compile(r"(?:^|\.)(visual\.(?:blocks|merger|deepstack_merger_list)\..+)$")
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -44,15 +47,19 @@ def is_tower(path: str) -> bool:
 
 
 def canonical_name(path: str) -> str | None:
-    """The name of a language-model module without its wrappers, or ``None`` if ``path`` names no such module.
+    """The name of a module without its wrappers, or ``None`` if ``path`` names none that an adapter may target.
 
     >>> canonical_name("base_model.model.model.language_model.layers.3.mlp.up_proj")
     'layers.3.mlp.up_proj'
-    >>> canonical_name("lm_head"), canonical_name("model.visual.blocks.0.attn.qkv")
+    >>> canonical_name("lm_head"), canonical_name("vision_tower.layers.0.q_proj")
     ('lm_head', None)
+    >>> canonical_name("model.visual.blocks.0.attn.qkv"), canonical_name("visual.merger.mlp.0")
+    ('visual.blocks.0.attn.qkv', 'visual.merger.mlp.0')
     """
     if is_tower(path):
-        return None
+        found = _SERVED_TOWER.search(path)
+        # SGLang's name for what transformers calls qkv: there it is one matrix, and its adapter has one A.
+        return found[1].replace(".attn.qkv_proj", ".attn.qkv") if found else None
     parts = path.split(".")
     while parts and parts[0] in _WRAPPERS:
         parts.pop(0)
@@ -66,6 +73,17 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def kind_of(name: str) -> str:
+    """The kind of module that a canonical name is one of: its last name; of the tower its name less numbers.
+
+    >>> kind_of("layers.3.mlp.up_proj"), kind_of("visual.blocks.0.attn.qkv"), kind_of("visual.merger.mlp.0")
+    ('up_proj', 'visual attn.qkv', 'visual merger.mlp.0')
+    """
+    if not is_tower(name):
+        return name.rpartition(".")[2]
+    return "visual " + re.sub(r"^visual\.(?:blocks\.\d+\.)?|(?<=deepstack_merger_list)\.\d+", "", name)
+
+
 @dataclass(frozen=True)
 class BaseLayout:
     """The linear layers of one base model.
@@ -76,7 +94,7 @@ class BaseLayout:
         fused: canonical name of a stacked projection -> the canonical names of its parts, in row order.
         num_layers: depth of the decoder.
         paths: canonical name -> the module's path in the transformers model; empty when built from an engine.
-        other_linears: paths of linear layers outside the language model (towers, projectors).
+        other_linears: paths of linear layers whose adapters cannot be served (other towers, projectors).
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -105,7 +123,7 @@ class BaseLayout:
                 others.append(path)
                 continue
             paths[name] = path
-            if not sizes:
+            if not sizes or name.endswith(".attn.qkv"):
                 shapes[name] = (out, inner)
                 continue
             parent = name.rpartition(".")[0]

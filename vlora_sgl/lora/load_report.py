@@ -20,7 +20,7 @@ class LoadReport:
         path: the adapter's directory.
         digest: hex digest of the content (canonical names, scales, shapes, bytes); key prefixes do not enter it.
         tensors: LoRA tensors in the file; all of them matched, or there would be no report.
-        modules: kind of module (``q_proj``) -> how many of them are adapted.
+        modules: kind of module (``q_proj``, in the vision tower ``visual attn.qkv``) -> how many of them are adapted.
         layers: decoder layers adapted.
         ranks: rank -> number of modules.
         scales: scale -> number of modules.

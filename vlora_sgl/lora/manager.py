@@ -21,7 +21,7 @@ from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict, adapte
 from vlora_sgl.errors import ConfigError, RequestError
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 from vlora_sgl.kernels.atmm.row_routing import Run, is_dense
-from vlora_sgl.lora.adapter import AdapterBuilder
+from vlora_sgl.lora.adapter import AdapterBuilder, engine_layout
 from vlora_sgl.lora.invocation import split_batch
 from vlora_sgl.lora.merger import Merger
 from vlora_sgl.lora.packed import PackedPool
@@ -29,8 +29,10 @@ from vlora_sgl.lora.pool import SizedPool
 from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.lora.slot_residency import SlotResidency
 from vlora_sgl.lora.store import AdapterStore, DescribedAdapter
+from vlora_sgl.lora.tower import Tower, why_not_adapted
 from vlora_sgl.lora.vectors import SlotVectors, has_vectors
 from vlora_sgl.lora.vocabulary import seen_by_head
+from vlora_sgl.multimodal.vision_graphs import VisionGraphs
 from vlora_sgl.routed.router_tables import RouterTables
 from vlora_sgl.routed.rows import TokenRouting, row_lengths
 from vlora_sgl.server_args import VLoraArgs
@@ -69,6 +71,7 @@ class VLoraManager(_sgl.LoRAManager):
         residency: which adapters hold slots, and who is evicted.
         combines: whether a request has combined adapters yet; until then no batch is looked through for it.
         token_routing: what routed adapters need of a batch, if there can be any.
+        tower: the slots of the vision tower, if adapters of it can be served.
     """
 
     plan = UNMERGED
@@ -76,24 +79,24 @@ class VLoraManager(_sgl.LoRAManager):
     _prefill_graphs: PrefillGraphs | None = None
     token_routing: TokenRouting | None = None
     combines = False
+    tower: Tower | None = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._routes_rows = kwargs.get("lora_backend") == ROUTING_BACKEND
         self._vlora = vlora = VLoraArgs.from_environment()
         self.slot_ranks = vlora.slot_ranks
+        # Forcing "unmerged" for debugging, or the baseline policy: then the copy of the base weights would be memory
+        # for nothing.
+        merges = vlora.mode != InferenceMode.UNMERGED and vlora.policy != InferenceMode.UNMERGED
+        self._copy = vlora.merge_copy if merges else None
         super().__init__(*args, **kwargs)
         if self.max_loras_per_batch < 2:
             raise ConfigError(
                 f"--max-loras-per-batch={self.max_loras_per_batch} leaves no slot for an adapter: one is the base's"
             )
         vectors = self._room_for_vectors() if self._vlora.dora or has_vectors(self.loras.values()) else None
-        # Forcing "unmerged" for debugging, or the baseline policy: then the copy of the base weights would be memory
-        # for nothing.
-        merges = vlora.mode != InferenceMode.UNMERGED and vlora.policy != InferenceMode.UNMERGED
-        copy = vlora.merge_copy if merges else None
-        self._merger = Merger(
-            self.loras, self.memory_pool, self._rows, self.lora_modules, self.target_modules, self.device, copy
-        )
+        modules = (self.lora_modules, self.target_modules, self.device)
+        self._merger = Merger(self.loras, self.memory_pool, self._rows, *modules, self._copy, self.tower)
         if vectors is not None:
             vectors.base = self._merger.base
 
@@ -106,12 +109,13 @@ class VLoraManager(_sgl.LoRAManager):
             RuntimeError: one of them was refused.
         """
         super().init_lora_adapters()
+        no_tower = why_not_adapted(self.base_model, self.lora_backend.name)
         self._store = AdapterStore(
             self.loras,
             self.configs,
             self.lora_refs,
             builder=AdapterBuilder(
-                self.base_model, self.base_hf_config, self.load_config, self.lora_backend, self.dtype
+                self.base_model, self.base_hf_config, self.load_config, self.lora_backend, self.dtype, no_tower
             ),
             device=self.device,
             slots=self.max_loras_per_batch,
@@ -220,8 +224,11 @@ class VLoraManager(_sgl.LoRAManager):
             pool = PackedPool(**options)
         seams.own("LoRAManager.memory_pool", self, pool)
         self._rows = RowRouting(self.memory_pool, self.loras, self._store.routed)
+        if why_not_adapted(self.base_model, self.lora_backend.name) is None:
+            layout = engine_layout(self.base_model)
+            self.tower = Tower(self.base_model, layout, self._rows, self.dtype, self.device, self._copy)
         self.fetch_new_loras({None})
-        self._store.serve(self.memory_pool, self.lora_modules)
+        self._store.serve(self.memory_pool, self.lora_modules, self.tower)
 
     def _room_for_vectors(self) -> SlotVectors:
         """A table beside the slots, once the layers know their columns; filled for the adapters that were loaded."""
@@ -249,8 +256,13 @@ class VLoraManager(_sgl.LoRAManager):
             )
 
     def pool_state(self) -> JsonDict:
-        """What the device slots are: the rank of each, and the bytes of all on this rank."""
-        return self.memory_pool.state()
+        """What the device slots are: the rank of each, and the bytes of all on this rank; and the vision tower's."""
+        return {**self.memory_pool.state(), "tower": None if self.tower is None else self.tower.state()}
+
+    def use_vision_graphs(self, graphs: VisionGraphs) -> None:
+        """From now on images are encoded by ``graphs``, where it has captured them."""
+        if self.tower is not None:
+            self.tower.routing.graphs, graphs.adapters = graphs, self.tower.routing
 
     def bind_pools(self, req_to_token: torch.Tensor, token_slots: int) -> None:
         """Make room for routers, once the KV cache is there and before graphs are captured.
@@ -348,6 +360,8 @@ class VLoraManager(_sgl.LoRAManager):
         """
         wanted = self._store.holders({*new_loras, None, self.plan.merged_adapter})
         super().fetch_new_loras(wanted, self._store.holders(running_loras or ()))
+        if self.tower is not None:
+            self.tower.fetch(self.loras, self.memory_pool.uid_to_buffer_id)
 
     def prepare_lora_batch(self, forward_batch: ForwardBatch) -> None:
         """Switch weights as planned, and tell the backend which rows apply which slots.
@@ -477,6 +491,13 @@ class VLoraManager(_sgl.LoRAManager):
         return {"merging": True, **switcher.state(), "merged": name}
 
     # The wrapped modules
+
+    def init_lora_shapes(self, max_lora_rank: int | None = None, target_modules: Iterable[str] | None = None) -> None:
+        """SGLang's; where all adapters of the command line have weights for the vision tower only, as for any other."""
+        super().init_lora_shapes(max_lora_rank, target_modules)
+        self.target_modules = self.target_modules or {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+        if max_lora_rank is None:
+            self.max_lora_rank = max([self.max_lora_rank, *(one.rank for one in self._store.towers())])
 
     def init_lora_modules(self) -> None:
         """Wrap the language model's modules, and no vision tower's by accident."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,11 +13,13 @@ from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import UnknownAdapterError
-from vlora_sgl.kernels.merge import BiasTarget, MergeTable, MergeTarget
+from vlora_sgl.kernels.merge import BiasTarget, MergeTable
 from vlora_sgl.lora.merge_bound import BaseSize, base_sizes, merge_refusal
-from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher, base_copies
+from vlora_sgl.lora.merge_targets import largest_of_ranks, merge_targets, why_not_mergeable
+from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher
 from vlora_sgl.lora.packed import Layers, PackedPool, not_finite
 from vlora_sgl.lora.row_routing import RowRouting
+from vlora_sgl.lora.tower import Tower, tower_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Merger:
         target_modules: SGLang's names of the kinds of modules that adapters may target, here called groups.
         device: that the batches run on.
         copy: where the copy of the base weights lies (``base_copies``), or ``None``: nothing is ever merged.
+        tower: the slots of the vision tower, whose part of an adapter is merged with the rest; ``None``: there are none.
 
     Attributes:
         switcher: the mode switch, or ``None`` when nothing may or can be merged.
@@ -48,8 +50,9 @@ class Merger:
         target_modules: set[str],
         device: torch.device,
         copy: str | None,
+        tower: Tower | None = None,
     ) -> None:
-        self._adapters, self._pool, self._rows = adapters, pool, rows
+        self._adapters, self._pool, self._rows, self._tower = adapters, pool, rows, tower
         self._target_modules, self._device = target_modules, device
         self._unmergeable: dict[str, str] = dict.fromkeys(_sgl.EMBEDDING_NAMES, "embeddings are shared with the input")
         self._groups: dict[str, frozenset[str]] = {}
@@ -79,25 +82,12 @@ class Merger:
             logger.warning("no module can be merged: every batch runs unmerged")
             return None
         modules.sort(key=lambda entry: entry[0])
-        weights = [module.base_layer.weight.data for _, _, module in modules]
-        targets = []
-        for (group, name, module), weight, base in zip(modules, weights, base_copies(weights, copy), strict=True):
-            self._weights[module] = base
-            lora_a, lora_b = _buffers(module)
-            vectors = getattr(module, "vectors", None)  # SGLang's own layers have none
-            for index, (start, end) in enumerate(pairwise(module.output_offset_cpu.tolist())):
-                rows = slice(start, end)
-                factors = None if vectors is None else vectors[:, 0, rows]
-                targets.append(
-                    MergeTarget(
-                        f"{name}[{index}]", group, weight[rows], base[rows], lora_a, lora_b[:, rows], index, factors
-                    )
-                )
+        targets = merge_targets(modules, copy, self._weights)
         table = MergeTable(targets, biases=self._bias_targets(layers))
         table.warm_up(self._pool.max_lora_rank)
-        size = sum(w.numel() * w.element_size() for w in weights)
+        size = table.nbytes(table.groups) / 2
         logger.info(
-            "copy of the base weights of %d mergeable weights: %.2f GB on %s", len(weights), size / 2**30, copy
+            "copy of the base weights of %d mergeable weights: %.2f GB on %s", len(modules), size / 2**30, copy
         )
         return ModeSwitcher(table)
 
@@ -145,8 +135,11 @@ class Merger:
         if getattr(lora, "unmergeable", None) is not None:
             return lora.unmergeable
         packed = getattr(lora, "packed", None)
-        if packed is not None and not_finite(packed.buffer):
+        if packed is not None and len(packed.buffer) and not_finite(packed.buffer):
             return "its weights are not finite"
+        tower = tower_of(lora)
+        if tower is not None and (self._tower is None or (reason := self._tower.refusal(tower)) is not None):
+            return reason
         return merge_refusal(lora.update_sizes, self._base_sizes, float(lora.scaling), self.switcher.table.dtype)
 
     def _measure(self) -> None:
@@ -183,13 +176,21 @@ class Merger:
         if self.switcher is None:
             return None
         if merged is None:
-            self.switcher.restore()
-        elif self.switcher.merged != merged:
+            self._restore()
+        elif self.switcher.merged != merged or self._tower is not None:
             adapter, slot = self._adapters[merged], self._rows.slot_of(merged)
             place, groups = self._pool.places[slot], self._groups_of(merged)
             vectors = None if getattr(adapter, "vectors", None) is None else slot
             self.switcher.merge(MergeOperand(merged, place, adapter.config.r, float(adapter.scaling), groups, vectors))
+            if self._tower is not None:
+                self._tower.merge(merged, tower_of(adapter), slot)
         return merged
+
+    def _restore(self) -> None:
+        if self.switcher is not None:
+            self.switcher.restore()
+        if self._tower is not None:
+            self._tower.restore()
 
     # Between batches
 
@@ -203,8 +204,8 @@ class Merger:
             only: leave the weights if another adapter than this is merged.
         """
         with self._on_forward_stream():
-            if self.switcher is not None and only in (None, self.switcher.merged):
-                self.switcher.restore()
+            if only in (None, self.merged):
+                self._restore()
 
     def forget(self, adapter: str) -> None:
         """Unmerge an adapter that will be unloaded.
@@ -219,6 +220,8 @@ class Merger:
         """Take the present weights as the base model's, after they were updated."""
         if self.switcher is not None:
             self.switcher.rebase()
+            if self._tower is not None:
+                self._tower.rebase()
             self._measure()
 
     @contextlib.contextmanager
@@ -231,36 +234,3 @@ class Merger:
         with torch.cuda.stream(self._forward_stream):
             yield
         caller.wait_stream(self._forward_stream)
-
-
-def why_not_mergeable(module: Any) -> str | None:
-    """Why a wrapped module's adapters cannot be merged into its weight, or ``None`` if they can."""
-    layer: Any = getattr(module, "base_layer", None)
-    weight: Any = getattr(layer, "weight", None)
-    if not isinstance(module, (_sgl.ColumnParallelLinearWithLoRA, _sgl.RowParallelLinearWithLoRA)):
-        return f"a {type(module).__name__} has no single weight matrix"
-    if not isinstance(layer.quant_method, _sgl.UnquantizedLinearMethod):
-        return f"quantised with {type(layer.quant_method).__name__}"
-    if weight is None or weight.ndim != 2 or not weight.is_contiguous() or not weight.is_floating_point():
-        return "its weight is not stored as a plain matrix"
-    lora_a, _ = _buffers(module)
-    if weight.dtype != lora_a.dtype:
-        return f"its weight is {weight.dtype}, adapters are {lora_a.dtype}"
-    if module.output_offset_cpu[-1] != weight.shape[0]:
-        return "adapters cover part of its rows only"
-    return None
-
-
-def _buffers(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    stacked = hasattr(module, "A_buffer_qkv")
-    return (module.A_buffer_qkv, module.B_buffer_qkv) if stacked else (module.A_buffer, module.B_buffer)
-
-
-def largest_of_ranks(sizes: torch.Tensor) -> torch.Tensor:
-    """The largest over all tensor-parallel ranks of float64 ``[n]``, elementwise; on one rank as it is."""
-    group = _sgl.get_tp_group()
-    if group.world_size == 1:
-        return sizes
-    on_host = sizes.cpu()
-    torch.distributed.all_reduce(on_host, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    return on_host

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -109,7 +109,105 @@ class Packed(NamedTuple):
     buffer: torch.Tensor
 
 
-class PackedPool(_sgl.LoRAMemoryPool):
+class Slots:
+    """Slots of linear layers, and how one is filled from a packed buffer.
+
+    Attributes:
+        A_buffer, B_buffer: by kind of module, one matrix of all slots for each layer.
+        max_lora_rank: rank of the largest slot.
+        staging: on the device, shared by all loads; none loads before it is there.
+    """
+
+    A_buffer: dict[str, list[torch.Tensor]]
+    B_buffer: dict[str, list[torch.Tensor]]
+    max_lora_rank: int
+    dtype: torch.dtype
+    staging: torch.Tensor
+
+    def __init__(self) -> None:
+        self._layouts: weakref.WeakValueDictionary[tuple[object, ...], Layout] = weakref.WeakValueDictionary()
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots; views of one tensor are counted once for each."""
+        tensors = [t for buffers in (self.A_buffer, self.B_buffer) for layers in buffers.values() for t in layers]
+        return sum(t.untyped_storage().nbytes() for t in tensors)
+
+    def make_staging(self, weights: Sequence[Weight], device: torch.device) -> None:
+        """Make the staging buffer, for adapters that have all of these."""
+        largest = self._layout(weights, self.max_lora_rank)
+        room = max(STAGING_BYTES // self.dtype.itemsize, *(_aligned(shape.numel()) for shape in largest.shapes))
+        sizes = [largest.begins[last] - largest.begins[first] for first, last in largest.pieces(room)]
+        self.staging = torch.empty(max(sizes), dtype=self.dtype, device=device)
+
+    def fill(self, packed: Packed, slot: int, rank: int, everything: Callable[[], set[Weight]]) -> None:
+        """Fill a slot with an adapter.
+
+        Args:
+            rank: the adapter's.
+            everything: gives the weights that layers read; what the adapter lacks of them is zeroed.
+        """
+        layout, buffer = packed
+        if slot not in layout.routes:
+            layout.routes[slot] = self._route(layout, slot, rank, everything())
+        moves, lacking = layout.routes[slot]
+        self._wait_for_staging()
+        spoiled = []
+        for move in moves:
+            # The adapter may be unloaded before this copy has run: torch gives pinned memory out again only when the
+            # copies out of it, which it records here, are over.
+            move.staging.copy_(buffer[move.stretch], non_blocking=True)
+            spoiled.append(not_finite(move.staging))
+            if move.side == "B":
+                torch.nan_to_num(move.staging, 0.0, 0.0, 0.0, out=move.staging)
+            torch._foreach_copy_(move.targets, move.sources)
+        if moves:
+            _spoil(moves[0].targets[0], torch.stack(spoiled).any())
+        if lacking:
+            torch._foreach_zero_(lacking)
+
+    def _wait_for_staging(self) -> None:
+        """Loads on one stream follow each other; one on another stream waits for the staging buffer."""
+        if self.staging.device.type == "cuda":
+            stream = torch.cuda.current_stream()
+            if self._stream not in (None, stream):
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
+    def _part(self, weight: Weight, slot: int, rank: int) -> torch.Tensor:
+        """What an adapter of this rank occupies of a slot's matrix."""
+        if weight.side == "B":
+            return self.B_buffer[weight.kind][weight.layer][slot, :, :rank]
+        matrix = self.A_buffer[weight.kind][weight.layer][slot]
+        return matrix[: rank * (matrix.shape[0] // self.max_lora_rank)]  # stacked projections
+
+    def _layout(self, weights: Sequence[Weight], rank: int) -> Layout:
+        key = (rank, *weights)
+        layout = self._layouts.get(key)
+        if layout is None:
+            shapes = tuple(self._part(weight, 0, rank).shape for weight in weights)
+            begins = [0]
+            for shape in shapes:
+                begins.append(begins[-1] + _aligned(shape.numel()))
+            layout = self._layouts[key] = Layout(tuple(weights), shapes, tuple(begins))
+        return layout
+
+    def _route(
+        self, layout: Layout, slot: int, rank: int, everything: set[Weight]
+    ) -> tuple[list[Move], list[torch.Tensor]]:
+        moves = []
+        for first, last in layout.pieces(len(self.staging)):
+            stretch = slice(layout.begins[first], layout.begins[last])
+            staging = self.staging[: stretch.stop - stretch.start]
+            targets = [self._part(weight, slot, rank) for weight in layout.weights[first:last]]
+            moves.append(
+                Move(layout.weights[first].side, stretch, staging, layout.views(staging, first, last), targets)
+            )
+        return moves, [self._part(weight, slot, rank) for weight in sorted(everything.difference(layout.weights))]
+
+
+class PackedPool(Slots, _sgl.LoRAMemoryPool):
     """SGLang's pool of linear layers, loaded as the module says; what it holds besides is loaded as SGLang does.
 
     Args:
@@ -121,11 +219,8 @@ class PackedPool(_sgl.LoRAMemoryPool):
     Attributes:
         packs: whether it does; not with MoE experts, nor where SGLang clears what lies past an adapter's rank.
         vectors: what slots hold besides, where adapters may have more than factors.
-        staging: on the device, shared by all loads.
     """
 
-    A_buffer: dict[str, list[torch.Tensor]]
-    B_buffer: dict[str, list[torch.Tensor]]
     vectors: SlotTable | None = None
 
     def __init__(
@@ -139,28 +234,22 @@ class PackedPool(_sgl.LoRAMemoryPool):
         self.ranks: Sequence[int] = ranks or (options["max_lora_rank"],) * slots
         self.places: Sequence[int] = places or range(slots)
         self._slots = {place: slot for slot, place in enumerate(self.places)}  # the base model's comes before others'
-        super().__init__(**options)
+        Slots.__init__(self)
+        _sgl.LoRAMemoryPool.__init__(self, **options)
         if residency is not None:
             seams.own("LoRAMemoryPool.eviction_policy", self, residency)
         everything = [buffer for buffers in (self.A_buffer, self.B_buffer) for buffer in buffers.values()]
         linear = bool(everything) and all(matrix.ndim == 3 for layers in everything for matrix in layers)
         self.packs = linear and not _sgl.dense_lora_b
-        self._layouts: weakref.WeakValueDictionary[tuple[object, ...], Layout] = weakref.WeakValueDictionary()
-        self._stream: torch.cuda.Stream | None = None
         if self.packs:
             weights = [Weight(side, kind, i) for side in "AB" for kind in self.A_buffer for i in range(self.num_layer)]
-            largest = self._layout(weights, self.max_lora_rank)
-            room = max(STAGING_BYTES // self.dtype.itemsize, *(_aligned(shape.numel()) for shape in largest.shapes))
-            sizes = [largest.begins[last] - largest.begins[first] for first, last in largest.pieces(room)]
-            device = next(matrix.device for layers in everything for matrix in layers)
-            self.staging = torch.empty(max(sizes), dtype=self.dtype, device=device)
+            self.make_staging(weights, next(matrix.device for layers in everything for matrix in layers))
 
     def state(self) -> JsonDict:
         """For ``/server_info``: the rank of each slot, and the bytes of all on this rank."""
-        tensors = [t for buffers in (self.A_buffer, self.B_buffer) for layers in buffers.values() for t in layers]
-        tensors += self._vocabulary
-        tensors += [] if self.vectors is None else [self.vectors.table]
-        return {"ranks": list(self.ranks), "bytes": sum(t.untyped_storage().nbytes() for t in tensors)}
+        more = [*self._vocabulary, *([] if self.vectors is None else [self.vectors.table])]
+        size = self.nbytes + sum(t.untyped_storage().nbytes() for t in more)
+        return {"ranks": list(self.ranks), "bytes": size}
 
     def pack(self, adapter: LoRAAdapter, lora_modules: Layers) -> Packed:
         """Lay an adapter's linear layers out in one piece of host memory, pinned where there is a GPU; once.
@@ -212,24 +301,8 @@ class PackedPool(_sgl.LoRAMemoryPool):
             return
         if self.vectors is not None:
             self.vectors.load(self._slots[buffer_id], lora_adapter)
-        layout, buffer = self.pack(lora_adapter, lora_modules)
-        if buffer_id not in layout.routes:
-            layout.routes[buffer_id] = self._route(layout, buffer_id, lora_adapter.config.r, lora_modules)
-        moves, lacking = layout.routes[buffer_id]
-        self._wait_for_staging()
-        spoiled = []
-        for move in moves:
-            # The adapter may be unloaded before this copy has run: torch gives pinned memory out again only when the
-            # copies out of it, which it records here, are over.
-            move.staging.copy_(buffer[move.stretch], non_blocking=True)
-            spoiled.append(not_finite(move.staging))
-            if move.side == "B":
-                torch.nan_to_num(move.staging, 0.0, 0.0, 0.0, out=move.staging)
-            torch._foreach_copy_(move.targets, move.sources)
-        if moves:
-            _spoil(moves[0].targets[0], torch.stack(spoiled).any())
-        if lacking:
-            torch._foreach_zero_(lacking)
+        packed = self.pack(lora_adapter, lora_modules)
+        self.fill(packed, buffer_id, lora_adapter.config.r, lambda: self._wrapped(lora_modules))
         if self.embedding_A_buffer or self.lm_head_A_buffer or lora_adapter.embedding_layers:
             for buffer in self._vocabulary:
                 buffer[buffer_id].zero_()  # SGLang leaves what the adapter before had beyond this one's
@@ -243,14 +316,6 @@ class PackedPool(_sgl.LoRAMemoryPool):
         sides = (self.embedding_A_buffer, self.embedding_B_buffer, self.lm_head_A_buffer, self.lm_head_B_buffer)
         return [buffer for side in sides for buffer in side.values()]
 
-    def _wait_for_staging(self) -> None:
-        """Loads on one stream follow each other; one on another stream waits for the staging buffer."""
-        if self.staging.device.type == "cuda":
-            stream = torch.cuda.current_stream()
-            if self._stream not in (None, stream):
-                stream.wait_stream(self._stream)
-            self._stream = stream
-
     def _kind(self, name: str) -> str:
         return str(_sgl.get_target_module_name(name, self.target_modules))
 
@@ -262,38 +327,6 @@ class PackedPool(_sgl.LoRAMemoryPool):
             for name in layer
             for side in "AB"
         }
-
-    def _part(self, weight: Weight, slot: int, rank: int) -> torch.Tensor:
-        """What an adapter of this rank occupies of a slot's matrix."""
-        if weight.side == "B":
-            return self.B_buffer[weight.kind][weight.layer][slot, :, :rank]
-        matrix = self.A_buffer[weight.kind][weight.layer][slot]
-        return matrix[: rank * (matrix.shape[0] // self.max_lora_rank)]  # stacked projections
-
-    def _layout(self, weights: Sequence[Weight], rank: int) -> Layout:
-        key = (rank, *weights)
-        layout = self._layouts.get(key)
-        if layout is None:
-            shapes = tuple(self._part(weight, 0, rank).shape for weight in weights)
-            begins = [0]
-            for shape in shapes:
-                begins.append(begins[-1] + _aligned(shape.numel()))
-            layout = self._layouts[key] = Layout(tuple(weights), shapes, tuple(begins))
-        return layout
-
-    def _route(
-        self, layout: Layout, slot: int, rank: int, lora_modules: Layers
-    ) -> tuple[list[Move], list[torch.Tensor]]:
-        moves = []
-        for first, last in layout.pieces(len(self.staging)):
-            stretch = slice(layout.begins[first], layout.begins[last])
-            staging = self.staging[: stretch.stop - stretch.start]
-            targets = [self._part(weight, slot, rank) for weight in layout.weights[first:last]]
-            moves.append(
-                Move(layout.weights[first].side, stretch, staging, layout.views(staging, first, last), targets)
-            )
-        lacking = sorted(self._wrapped(lora_modules).difference(layout.weights))
-        return moves, [self._part(weight, slot, rank) for weight in lacking]
 
 
 def not_finite(values: torch.Tensor) -> torch.Tensor:

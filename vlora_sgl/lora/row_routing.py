@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from vlora_sgl import _sgl
@@ -12,6 +12,11 @@ from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.kernels.atmm import Pairs
 from vlora_sgl.kernels.atmm.row_routing import Run
 from vlora_sgl.routed.rows import LoadedRouted, row_lengths
+
+
+def size_of(adapter: LoRAAdapter) -> tuple[int, float, bool]:
+    """Rank and scaling of an adapter in the language model, and whether it has vectors."""
+    return adapter.config.r, float(adapter.scaling), getattr(adapter, "vectors", None) is not None
 
 
 class RowRouting:
@@ -31,6 +36,11 @@ class RowRouting:
     ) -> None:
         self._pool, self._adapters, self._routed = pool, adapters, routed
 
+    @property
+    def slots(self) -> int:
+        """How many slots there are, the base model's included."""
+        return int(self._pool.max_loras_per_batch)
+
     def slot_of(self, adapter: AdapterId) -> int:
         """The pool slot of an adapter.
 
@@ -45,27 +55,29 @@ class RowRouting:
     def pairs_of(self, adapter: AdapterId, merged: AdapterId) -> Pairs:
         """The (slot, weight) pairs of a row of ``adapter`` while ``merged`` is merged.
 
-        A routed adapter's row has its members with weight zero: its router decides before the first layer.
+        One that has weights for the vision tower only has none here. A routed adapter's row has its members with
+        weight zero: its router decides before the first layer.
         """
         routed = self._routed.get(adapter) if adapter is not None else None
         if routed is not None:
             return (*((self.slot_of(uid), 0.0) for uid in routed.members), *self.pairs_of(None, merged))
-        return tuple((self.slot_of(uid), weight) for uid, weight in row_pairs(adapter, merged))
+        pairs = [(uid, self.slot_of(uid), weight) for uid, weight in row_pairs(adapter, merged)]
+        return tuple((slot, weight) for uid, slot, weight in pairs if self._adapters[uid].config.target_modules)
 
     def runs_of(self, forward_batch: ForwardBatch, merged: AdapterId) -> list[Run]:
         """One run for each row of a batch (SGLang's ``ForwardBatch``, split at invocation starts)."""
         pairs = (self.pairs_of(adapter, merged) for adapter in forward_batch.lora_ids)
         return list(zip(pairs, row_lengths(forward_batch), strict=True))
 
-    def tables_of(self, rows: Sequence[Run]) -> tuple[list[Run], list[int], list[float], set[int]]:
+    def tables_of(
+        self, rows: Sequence[Run], size_of: Callable[[LoRAAdapter], tuple[int, float, bool]] = size_of
+    ) -> tuple[list[Run], list[int], list[float], set[int]]:
         """What ``AtmmBackend.route`` takes: runs as long as can be, the rank and scaling of each slot in use, and the
         slots whose adapters have vectors."""
         runs = [(pairs, sum(n for _, n in same)) for pairs, same in groupby(rows, key=lambda run: run[0])]
-        slots = self._pool.max_loras_per_batch
-        ranks, scalings, vectored = [0] * slots, [0.0] * slots, set()
+        ranks, scalings, vectored = [0] * self.slots, [0.0] * self.slots, set()
         for slot in {slot for pairs, _ in runs for slot, _ in pairs}:
-            adapter = self._adapters[self._pool.buffer_id_to_uid[slot]]
-            ranks[slot], scalings[slot] = adapter.config.r, float(adapter.scaling)
-            if getattr(adapter, "vectors", None) is not None:
+            ranks[slot], scalings[slot], has_vectors = size_of(self._adapters[self._pool.buffer_id_to_uid[slot]])
+            if has_vectors:
                 vectored.add(slot)
         return runs, ranks, scalings, vectored

@@ -63,9 +63,13 @@ def stack(
 ) -> StackedAdapter:
     """Lays an adapter's modules out as the pool of the engine with ``layout`` takes them, in the pool's ``dtype``.
 
+    An adapter of no modules is one of rank 1 without tensors.
+
     Raises:
         AdapterError: a factor is not finite in the pool's dtype; the message names its module.
     """
+    if not modules:
+        return StackedAdapter(1, 1.0, {})
     rank = max(pair.rank for pair in modules.values())
     # The commonest scale stays a factor of the kernel, so that the usual adapter's B is not rounded a second time.
     # Others are divided by it, so it is 0 only where all are.
@@ -117,8 +121,10 @@ def _factors(
     out, inner = shape
     a, b = torch.zeros(rank, inner, dtype=dtype), torch.zeros(out, rank, dtype=dtype)
     if pair is not None:
-        a[: pair.rank] = _cast(f"{name}: A", pair.a, 1.0, dtype)
-        b[:, : pair.rank] = _cast(f"{name}: B", pair.b, pair.scale / scale if pair.scale != scale else 1.0, dtype)
+        # An engine may pad a layer's sizes (``lora.tower.trained_layout``): what is beyond the adapter's own is zero.
+        a[: pair.rank, : pair.a.shape[1]] = _cast(f"{name}: A", pair.a, 1.0, dtype)
+        own = pair.scale / scale if pair.scale != scale else 1.0
+        b[: pair.b.shape[0], : pair.rank] = _cast(f"{name}: B", pair.b, own, dtype)
     return a, b
 
 

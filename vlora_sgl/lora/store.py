@@ -20,9 +20,9 @@ from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import AdapterDescription, load_heads, read_description
 from vlora_sgl.lora.access import allowed_directory
 from vlora_sgl.lora.adapter import AdapterBuilder, content_digest
-from vlora_sgl.lora.layout import is_tower
 from vlora_sgl.lora.packed import Layers, PackedPool
 from vlora_sgl.lora.pool import fits
+from vlora_sgl.lora.tower import Tower, TowerWeights, tower_of
 from vlora_sgl.lora.vectors import has_vectors
 from vlora_sgl.routed.router_tables import RouterTables
 from vlora_sgl.routed.rows import LoadedRouted
@@ -37,7 +37,7 @@ class DescribedAdapter:
         description: its ``vlora_adapter.json``.
         heads: its heads, on the device, by name.
         digest: of all that decides KV: weights, configuration, invocation. Equal digests mean interchangeable KV.
-        tower: the digest, if the adapter has weights in the vision tower; ``None`` if images are encoded as ever.
+        tower: digest of its weights for the vision tower; ``None`` if it has none and images are encoded as ever.
     """
 
     description: AdapterDescription
@@ -79,17 +79,20 @@ class AdapterStore:
         self._builder, self._device, self._roots = builder, device, roots
         self._slots, self._slot_ranks = slots, slot_ranks
         self._pool: PackedPool | None = None
+        self._tower: Tower | None = None
         self._modules: Layers = ()
         self._router_tables: RouterTables | None = None
         self.described: dict[str, DescribedAdapter] = {}
         self.routed: dict[str, LoadedRouted] = {}
 
-    def serve(self, pool: PackedPool, modules: Layers) -> None:
+    def serve(self, pool: PackedPool, modules: Layers, tower: Tower | None) -> None:
         """Take the slots and the wrapped modules by layer, and lay out for them the adapters that were loaded before.
 
         Those are of the command line: the operator's own. The roots bound what clients ask for later.
         """
-        self._pool, self._modules = pool, modules
+        self._pool, self._modules, self._tower = pool, modules, tower
+        self._largest_tower = max([pool.max_lora_rank, *(one.rank for one in self.towers())])
+        self._provide_tower()
         for adapter in self._adapters.values():
             self._pack(adapter)
 
@@ -120,7 +123,9 @@ class AdapterStore:
         self.check(adapter.config, ref)
         self._check_form(adapter)
         description = read_description(directory)
+        self._check_tower(adapter, description)
         heads = load_heads(directory, self._builder.hf_config.hidden_size, self._device, description)
+        self._provide_tower(tower_of(adapter))
         self.describe(adapter, description, heads)
         self._configs[ref.lora_id], self._adapters[ref.lora_id] = adapter.config, adapter
         return str(adapter.report)
@@ -134,9 +139,10 @@ class AdapterStore:
         """Note what there is to know of an adapter that was read, and lay it out for the slots."""
         description = description or AdapterDescription()
         digest = content_digest(adapter, description)
-        sees = any(is_tower(name) for layer in adapter.layers for name in layer.weights)
+        tower = tower_of(adapter)
         self._pack(adapter)  # after the digest: it keeps this tensor-parallel rank's part of the weights only
-        self.described[adapter.uid] = DescribedAdapter(description, heads or {}, digest, digest if sees else None)
+        seen = None if tower is None else tower.digest
+        self.described[adapter.uid] = DescribedAdapter(description, heads or {}, digest, seen)
 
     def _pack(self, adapter: LoRAAdapter) -> None:
         if self._pool is None:
@@ -147,6 +153,35 @@ class AdapterStore:
             self._pool.vectors.attach(adapter)
         if torch.cuda.is_available():
             adapter.pin_weights_in_cpu()  # of embeddings and experts: what is packed is pinned
+
+    def _check_tower(self, adapter: LoRAAdapter, description: AdapterDescription) -> None:
+        tower = tower_of(adapter)
+        if tower is None:
+            return
+        if description.invocation is not None:
+            raise AdapterError(
+                "it starts after a prefix, up to which images are the base model's, and has weights for the vision "
+                "tower, which change them: no image would be right for both"
+            )
+        if self._pool is not None and tower.rank > self._largest_tower:
+            raise AdapterError(
+                f"rank {tower.rank} in the vision tower is more than {self._largest_tower} (--max-lora-rank)"
+            )
+
+    def towers(self) -> list[TowerWeights]:
+        """What the loaded adapters have for the vision tower."""
+        return [tower for adapter in self._adapters.values() if (tower := tower_of(adapter)) is not None]
+
+    def _provide_tower(self, more: TowerWeights | None = None) -> None:
+        """Have the slots of the vision tower that the loaded adapters need, and these weights, if any."""
+        if self._tower is None:
+            return
+        loaded = self.towers()
+        try:
+            self._tower.provide(loaded if more is None else [*loaded, more])
+        except AdapterError:
+            self._tower.provide(loaded)
+            raise
 
     def _load_routed(self, ref: LoRARef) -> str:
         if self._router_tables is None:
@@ -172,6 +207,8 @@ class AdapterStore:
                 raise AdapterError(f"member {name!r} has {self._adapters[uid].form}, which is not applied by parts")
             if self.described[uid].description.invocation is not None:
                 raise AdapterError(f"member {name!r} starts after a prefix; the router says where a member applies")
+            if self.described[uid].tower is not None:
+                raise AdapterError(f"member {name!r} has weights for the vision tower, where no token is routed yet")
         if len(members) + 1 > self._slots:
             raise AdapterError(
                 f"{len(members)} members and the base model need {len(members) + 1} slots at once; "
@@ -206,8 +243,9 @@ class AdapterStore:
         return True
 
     def forget(self, adapter: str) -> None:
-        """Drop the description of an adapter that SGLang has unloaded."""
+        """Drop the description of an adapter that SGLang has unloaded; the tower's slots, if it was the last there."""
         self.described.pop(adapter, None)
+        self._provide_tower()
 
     def describe_combined(self, adapter: str) -> DescribedAdapter:
         """What is known of several adapters as one, by the text with their ids; their heads are not its.
@@ -341,6 +379,7 @@ class AdapterStore:
                 "digest": adapter.report.digest,
                 "heads": {name: head.kind for name, head in self.described[uid].heads.items()},
                 "prompt": self.described[uid].description.prompt,
+                "tower_rank": None if (tower := tower_of(adapter)) is None else tower.rank,
             }
             for uid, adapter in self._adapters.items()
         }

@@ -24,7 +24,7 @@ from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.layers import Atmm, plain_weight
 from vlora_sgl.lora.layout import canonical_name, layer_of
 from vlora_sgl.lora.merge_bound import LIMIT
-from vlora_sgl.lora.merger import largest_of_ranks
+from vlora_sgl.lora.merge_targets import largest_of_ranks
 from vlora_sgl.lora.packed import Layers
 
 FACTORS = 1 / 16, 16.0

@@ -39,7 +39,7 @@ class PrefixScheduling:
     def arrived(self, req: Req) -> None:
         """Settle who computes a new request's KV. Its images get the keys of their embeddings."""
         state, adapter = req.vlora, req.vlora.adapter
-        encoder_cache.name_embeddings(req.multimodal_inputs, None if adapter is None else adapter.tower)
+        encoder_cache.name_embeddings(req.multimodal_inputs, None if adapter is None else adapter.tower, req.lora_id)
         if not isinstance(self.tree, VLoraRadixCache):
             return
         salt, content = req.extra_key, None

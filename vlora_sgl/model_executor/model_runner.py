@@ -61,6 +61,8 @@ class VLoraModelRunner(_sgl.ModelRunner):
             slots = self.max_total_num_tokens + self.page_size  # SGLang pads its KV cache by a page
             manager.bind_pools(self.req_to_token_pool.req_to_token, slots)
         seams.install(Stage.MODEL, self)
+        if manager is not None and self.vision_graphs is not None:
+            manager.use_vision_graphs(self.vision_graphs)
         super().init_cuda_graphs(*args, **kwargs)
         calls = ("TritonAttnBackend", "BaseCudaGraphBackend", "Qwen2_5_VisionBlock")
         seams.verify(Stage.MODEL, *calls, otherwise="nothing of the kind has been captured")

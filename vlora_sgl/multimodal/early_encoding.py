@@ -40,7 +40,7 @@ def encode_ahead(model: Any, graphs: VisionGraphs, cache: EncoderCache, items: S
     # No feature: the caller brought the embedding.
     if not images or not all(i.is_image() and len(i.offsets) == 1 and i.feature is not None for i in images):
         return 0
-    if not graphs.serves([grid for item in images for grid in item.image_grid_thw.tolist()]):
+    if not graphs.serves_items(images):
         return 0
     with offloader.around_embedding(images):
         for item in images:
@@ -97,14 +97,13 @@ class EarlyEncoding:
         self._first = False
 
     def encode(self, req: Req) -> int:
-        """Start the encoder for a request's images; where its adapter changes the encoder, the batch has to.
+        """Start the encoder for a request's images; where that needs an adapter that is in no slot, the batch has to.
 
         Returns:
             How many images were started.
         """
-        graphs, adapter = self._runner.vision_graphs, req.vlora.adapter
-        changed = adapter is not None and adapter.tower is not None
-        if req.multimodal_inputs is None or graphs is None or changed or not self._cache.max_size:
+        graphs = self._runner.vision_graphs
+        if req.multimodal_inputs is None or graphs is None or not self._cache.max_size:
             return 0
         start = self._cached(req)
         if start is None:

@@ -13,9 +13,10 @@ import numpy as np
 
 from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import MultimodalDataItem, MultimodalInputs
+from vlora_sgl.core import AdapterId
 
 _OURS = 1 << 127
-"""Set in every key of ours, so that an item (of a session, say) is not renamed twice. SGLang's hashes have 64 bits."""
+"""Set in every key of ours; SGLang's hashes have 64 bits."""
 
 
 class EncoderCache(_sgl.MultiModalStaticCache):
@@ -96,17 +97,22 @@ def layout_of(item: MultimodalDataItem) -> Hashable:
     )
 
 
-def name_embeddings(multimodal_inputs: MultimodalInputs | None, tower: str | None) -> None:
+def name_embeddings(multimodal_inputs: MultimodalInputs | None, tower: str | None, adapter: AdapterId) -> None:
     """Give the items of a request the keys that their embeddings are kept by, in place of their hashes.
+
+    An item of a session may come again, in a request of another adapter: it is named anew by what it shows.
 
     Args:
         multimodal_inputs: SGLang's ``MultimodalInputs``, or ``None``.
         tower: digest of what the request's adapter changes in the vision tower; ``None`` if nothing.
+        adapter: the request's; noted on the items if it changes something there.
     """
     for item in multimodal_inputs.mm_items if multimodal_inputs is not None else ():
         if not item.hash & _OURS:
-            content = repr((item.hash, item.modality.name, layout_of(item), tower)).encode()
-            item.hash = _OURS | int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "big")
+            item.vlora_content = item.hash
+        content = repr((item.vlora_content, item.modality.name, layout_of(item), tower)).encode()
+        item.hash = _OURS | int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "big")
+        item.vlora_adapter = adapter if tower is not None else None
 
 
 def images_to_encode(multimodal_inputs: MultimodalInputs | None, start: int) -> list[int]:

@@ -5,6 +5,7 @@ takes the device, so the host sets the time to the first token. A camera or a we
 the encoder is captured for those of a few, and replayed. Everything but the pixels depends on the grid alone
 (positions, windows, lengths): the key is the grid, and the recorded arguments of the blocks are the graph's constants.
 Of several images that are encoded together each replays its size's graph: combinations are too many to capture.
+A size has one graph more for images that adapters of the encoder apply to, which reads which they are from tables.
 
 A capture stops the scheduler: torch gives back what memory it keeps, pinned memory too, kernels are compiled and
 loaded, the encoder runs three times. So it waits until nothing runs: of ``COMMON`` sizes right after the start, of
@@ -20,14 +21,14 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from vlora_sgl import _sgl, seams
-from vlora_sgl._sgl_types import Qwen2_5_VisionTransformer
+from vlora_sgl._sgl_types import MultimodalDataItem, Qwen2_5_VisionTransformer
 from vlora_sgl.seams import Place, Places
 from vlora_sgl.server_args import VLoraArgs
 
@@ -57,6 +58,27 @@ MAX_PATCHES = 8192
 MAX_TOGETHER = 16
 """Images that are encoded one after the other; more together keep the device busy as long as the host."""
 
+Slots = Sequence[tuple[int, float]]
+"""What an image applies of adapters: slots and their weights; empty where nothing."""
+
+Kind = tuple[Grid, bool]
+"""Of images that share a graph: their grid, and whether adapters apply to them."""
+
+
+class Adapters(Protocol):
+    """Adapters of the encoder (``lora.tower_routing.TowerRouting``).
+
+    Attributes:
+        images: what each image of the present call applies; empty where none applies anything.
+    """
+
+    images: Sequence[Slots]
+
+    def applied_by(self, items: Sequence[MultimodalDataItem]) -> Sequence[Slots] | None: ...
+    def tables(self, patches: int) -> Any: ...
+    def refresh(self, tables: Any, slots: Any) -> None: ...
+    def reading(self, tables: Any) -> AbstractContextManager[None]: ...
+
 
 class VisionGraphs:
     """Stands in the place of an encoder's ``forward``.
@@ -65,38 +87,47 @@ class VisionGraphs:
         encoder: SGLang's module, of the class ``ENCODER``.
         limit: graphs that are kept; the least recently used one leaves first.
         wanted: sizes to capture when nothing runs, the first one first.
+
+    Attributes:
+        adapters: of the encoder, if there can be any.
     """
+
+    adapters: Adapters | None = None
 
     def __init__(self, encoder: Qwen2_5_VisionTransformer, limit: int, wanted: Sequence[Grid] = ()) -> None:
         self.encoder, self.limit = encoder, limit
-        self._wanted = dict.fromkeys(wanted[:limit])
+        self._wanted: dict[Kind, None] = dict.fromkeys((grid, False) for grid in wanted[:limit])
         self.replays = 0
         self._eager = encoder.forward
-        self._seen: OrderedDict[Grid, int] = OrderedDict()
-        self._graphs: OrderedDict[Grid, _Graph] = OrderedDict()
+        self._seen: OrderedDict[Kind, int] = OrderedDict()
+        self._graphs: OrderedDict[Kind, tuple[_Graph, Any]] = OrderedDict()  # with the tables that it reads
         self._pool: Any = None
+        self._adapted = True
 
     def __call__(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
         """As the encoder: embeddings of patches x [S, pixels] of images with grids ``grid_thw`` [images, 3]."""
         if grid_thw.is_cuda or not self.limit or x.shape[0] > MAX_PATCHES:
             return self._eager(x, grid_thw)
         grids: list[Grid] = list(map(tuple, grid_thw.tolist()))
+        applied = (self.adapters.images if self.adapters is not None else ()) or [()] * len(grids)
         parts = x.split([t * h * w for t, h, w in grids])
-        if self.serves(grids):
-            return torch.cat([self._replay(grid, part) for grid, part in zip(grids, parts, strict=True)])
+        images = list(zip(grids, parts, applied, strict=True))
+        if self.serves(grids, applied):
+            return torch.cat([self._replay(*image) for image in images])
         answer = self._eager(x, grid_thw)
-        overdue = [i for i, grid in enumerate(grids) if grid not in self._graphs and self._overdue(grid)]
+        kinds = [(grid, bool(slots)) for grid, slots in zip(grids, applied, strict=True)]
+        overdue = [i for i, kind in enumerate(kinds) if kind not in self._graphs and self._overdue(kind)]
         if overdue:
-            self._capture(grids[overdue[0]], parts[overdue[0]])
+            self._capture(kinds[overdue[0]], parts[overdue[0]])
         return answer
 
     def capture_wanted(self) -> bool:
         """Capture one of the sizes that are wanted, if any is; to be called when nothing runs."""
         while self._wanted and self.limit:
-            grid = next(iter(self._wanted))
-            del self._wanted[grid]
-            if grid not in self._graphs:
-                self._capture(grid, self._pixels(grid))
+            kind = next(iter(self._wanted))
+            del self._wanted[kind]
+            if kind not in self._graphs:
+                self._capture(kind, self._pixels(kind[0]))
                 return True
         return False
 
@@ -106,66 +137,101 @@ class VisionGraphs:
         pixels = torch.linspace(-1, 1, patches * width, device=self.encoder.device)
         return pixels.view(patches, width).to(self.encoder.dtype)
 
-    def serves(self, grids: Sequence[Sequence[int]]) -> bool:
-        """Whether images of these grids, encoded together, replay their graphs."""
-        known = self.limit > 0 and all(tuple(grid) in self._graphs for grid in grids)
+    def serves(self, grids: Sequence[Sequence[int]], applied: Sequence[Slots]) -> bool:
+        """Whether images of these grids, which apply this, replay their graphs when they are encoded together."""
+        kinds = [(tuple(grid), bool(slots)) for grid, slots in zip(grids, applied, strict=True)]
+        known = self.limit > 0 and all(kind in self._graphs for kind in kinds)
         return known and len(grids) <= MAX_TOGETHER and sum(t * h * w for t, h, w in grids) <= MAX_PATCHES
 
-    def _replay(self, grid: Grid, x: torch.Tensor) -> torch.Tensor:
-        self._graphs.move_to_end(grid)
+    def serves_items(self, items: Sequence[MultimodalDataItem]) -> bool:
+        """Whether these images, of one grid each, would replay their graphs now."""
+        applied = self.adapters.applied_by(items) if self.adapters is not None else [()] * len(items)
+        grids = [grid for item in items for grid in item.model_specific_data["image_grid_thw"].tolist()]
+        return applied is not None and len(grids) == len(items) and self.serves(grids, applied)
+
+    def forget_adapted(self) -> None:
+        """Drop the graphs that read adapters."""
+        for held in (self._graphs, self._wanted):
+            for kind in [kind for kind in held if kind[1]]:
+                del held[kind]  # type: ignore[attr-defined]
+
+    def _replay(self, grid: Grid, x: torch.Tensor, slots: Slots) -> torch.Tensor:
+        kind = grid, bool(slots)
+        self._graphs.move_to_end(kind)
         self.replays += 1
-        return self._graphs[grid](x)
+        graph, tables = self._graphs[kind]
+        if slots and self.adapters is not None:
+            self.adapters.refresh(tables, slots)
+        return graph(x)
 
     def state(self) -> dict[str, int]:
         """Figures for ``/server_info``."""
         return {"graphs": len(self._graphs), "graph_replays": self.replays}
 
-    def _overdue(self, grid: Grid) -> bool:
+    def _overdue(self, kind: Kind) -> bool:
         """Count an image of a size without a graph, and want one of sizes that keep coming."""
-        count = self._seen.pop(grid, 0) + 1
-        self._seen[grid] = count
+        if kind[1] and not self._adapted:
+            return False
+        count = self._seen.pop(kind, 0) + 1
+        self._seen[kind] = count
         if len(self._seen) > REMEMBERED:
             forgotten, _ = self._seen.popitem(last=False)
             self._wanted.pop(forgotten, None)
         if count >= AFTER:
-            self._wanted[grid] = None
+            self._wanted[kind] = None
         return count >= OVERDUE
 
-    def _capture(self, grid: Grid, x: torch.Tensor) -> None:
-        """Keep a graph for images of this size, if it is seen to give what the eager run gives.
+    def _capture(self, kind: Kind, x: torch.Tensor) -> None:
+        """Keep a graph for images of this kind, if it is seen to give what the eager run gives.
 
         Args:
             x: patches of one.
         """
-        grid_thw, calls = torch.tensor([grid]), list[dict[str, object]]()
-        self._wanted.pop(grid, None)
+        (grid, adapted), tables = kind, None
+        self._wanted.pop(kind, None)
+        try:
+            with ExitStack() as stack:
+                if self.adapters is not None:
+                    if adapted:
+                        tables = self.adapters.tables(x.shape[0])
+                        self.adapters.refresh(tables, ())
+                    stack.enter_context(self.adapters.reading(tables))
+                grid_thw = torch.tensor([grid])
+                answer, calls = self._noted(x, grid_thw)
+                if self._pool is None:
+                    self._pool = torch.cuda.graph_pool_handle()
+                graph = _Graph(self.encoder, x, grid_thw, calls, self._pool)
+            reason = None if torch.equal(graph(x), answer) else "a replay differs from the eager run"
+        except RuntimeError as error:  # out of memory, or an operation that cannot be captured
+            reason = str(error)
+        if reason is not None:
+            self._give_up(reason, adapted)
+            return
+        self._graphs[kind] = graph, tables
+        if len(self._graphs) > self.limit:
+            out, _ = self._graphs.popitem(last=False)
+            self._seen.pop(out, None)  # or a size too many would be captured each time it comes
+
+    def _noted(self, x: torch.Tensor, grid_thw: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, object]]]:
+        """An eager run, and what its blocks were given."""
+        calls: list[dict[str, object]] = []
 
         def noted(block: Any, *args: object, **given: object) -> torch.Tensor:
             calls.append(given)
             return block(*args, **given)
 
-        try:
-            with ExitStack() as stack:
-                for block in self.encoder.blocks:
-                    forward = partial(noted, block.forward)
-                    stack.enter_context(seams.swapped("Qwen2_5_VisionBlock.forward", block, "forward", forward))
-                answer = self._eager(x, grid_thw)
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = _Graph(self.encoder, x, grid_thw, calls, self._pool)
-            same = torch.equal(graph(x), answer)
-        except RuntimeError as error:  # out of memory, or an operation that cannot be captured
-            logger.warning("no graphs of the image encoder: %s", error)
+        with ExitStack() as stack:
+            for block in self.encoder.blocks:
+                forward = partial(noted, block.forward)
+                stack.enter_context(seams.swapped("Qwen2_5_VisionBlock.forward", block, "forward", forward))
+            return self._eager(x, grid_thw), calls
+
+    def _give_up(self, reason: str, adapted: bool) -> None:
+        logger.warning("no graphs of the image encoder%s: %s", " with adapters" if adapted else "", reason)
+        if adapted:
+            self._adapted = False
+        else:
             self.limit = 0
-            return
-        if not same:
-            logger.warning("no graphs of the image encoder: a replay differs from the eager run")
-            self.limit = 0
-            return
-        self._graphs[grid] = graph
-        if len(self._graphs) > self.limit:
-            out, _ = self._graphs.popitem(last=False)
-            self._seen.pop(out, None)  # or a size too many would be captured each time it comes
 
 
 class _Graph:

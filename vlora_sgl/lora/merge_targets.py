@@ -1,0 +1,70 @@
+"""Wrapped layers as the merge kernel takes them: their weights, a copy of these, and their slots."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from vlora_sgl import _sgl
+from vlora_sgl.kernels.merge import MergeTarget
+from vlora_sgl.lora.mode_switcher import base_copies
+
+
+def merge_targets(
+    modules: Sequence[tuple[str, str, Any]], copy: str, copies: MutableMapping[Any, torch.Tensor]
+) -> list[MergeTarget]:
+    """The merge targets of wrapped modules, one for each stacked projection.
+
+    Args:
+        modules: group, name and module; ``why_not_mergeable`` must have nothing against one.
+        copy: where the copy of their weights is to lie (``base_copies``).
+        copies: filled with the copies, by module.
+    """
+    weights = [module.base_layer.weight.data for _, _, module in modules]
+    targets = []
+    for (group, name, module), weight, base in zip(modules, weights, base_copies(weights, copy), strict=True):
+        copies[module] = base
+        lora_a, lora_b = _buffers(module)
+        vectors = getattr(module, "vectors", None)  # SGLang's own layers have none
+        for index, (start, end) in enumerate(pairwise(module.output_offset_cpu.tolist())):
+            rows = slice(start, end)
+            factors = None if vectors is None else vectors[:, 0, rows]
+            slot = (lora_a, lora_b[:, rows], index, factors)
+            targets.append(MergeTarget(f"{name}[{index}]", group, weight[rows], base[rows], *slot))
+    return targets
+
+
+def why_not_mergeable(module: Any) -> str | None:
+    """Why a wrapped module's adapters cannot be merged into its weight, or ``None`` if they can."""
+    layer: Any = getattr(module, "base_layer", None)
+    weight: Any = getattr(layer, "weight", None)
+    if not isinstance(module, (_sgl.ColumnParallelLinearWithLoRA, _sgl.RowParallelLinearWithLoRA)):
+        return f"a {type(module).__name__} has no single weight matrix"
+    if not isinstance(layer.quant_method, _sgl.UnquantizedLinearMethod):
+        return f"quantised with {type(layer.quant_method).__name__}"
+    if weight is None or weight.ndim != 2 or not weight.is_contiguous() or not weight.is_floating_point():
+        return "its weight is not stored as a plain matrix"
+    lora_a, _ = _buffers(module)
+    if weight.dtype != lora_a.dtype:
+        return f"its weight is {weight.dtype}, adapters are {lora_a.dtype}"
+    if module.output_offset_cpu[-1] != weight.shape[0]:
+        return "adapters cover part of its rows only"
+    return None
+
+
+def _buffers(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    stacked = hasattr(module, "A_buffer_qkv")
+    return (module.A_buffer_qkv, module.B_buffer_qkv) if stacked else (module.A_buffer, module.B_buffer)
+
+
+def largest_of_ranks(sizes: torch.Tensor) -> torch.Tensor:
+    """The largest over all tensor-parallel ranks of float64 ``[n]``, elementwise; on one rank as it is."""
+    group = _sgl.get_tp_group()
+    if group.world_size == 1:
+        return sizes
+    on_host = sizes.cpu()
+    torch.distributed.all_reduce(on_host, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return on_host

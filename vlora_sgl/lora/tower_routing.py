@@ -1,0 +1,193 @@
+"""Which rows of the image encoder apply which slots: told before each of its calls.
+
+Rows of the encoder are patches, of one image after the other; an image belongs to a request, and a request to an
+adapter. Rows of the projectors are fewer by the number of patches that are merged to one token. So there are two
+routings of one call, and two backends that keep them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from vlora_sgl._sgl_types import LoRAAdapter, MultimodalDataItem
+from vlora_sgl.core import AdapterId, row_pairs
+from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.kernels.atmm import Pairs
+from vlora_sgl.kernels.atmm.row_routing import TILE_ROWS
+from vlora_sgl.lora.backend import MANY_ROWS, AtmmBackend, Batch, GraphTables
+from vlora_sgl.lora.row_routing import RowRouting
+from vlora_sgl.multimodal.vision_graphs import Grid, VisionGraphs
+
+FEED = "get_image_feature"
+"""The method of SGLang's models that is given a call's images; the one for videos is ``get_video_feature``."""
+
+Tables = tuple[GraphTables, GraphTables]
+"""Of a captured call, those of the patches and those of the tokens."""
+
+
+class TowerSlots(Protocol):
+    """What there is of the vision tower in a slot (``lora.tower.Tower``)."""
+
+    @property
+    def merged(self) -> AdapterId: ...
+    def holds(self, adapter: str, slot: int) -> bool: ...
+
+
+class TowerBackend(AtmmBackend):
+    """The operator for layers whose input has more dimensions than two."""
+
+    def linear(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        """As ``AtmmBackend.linear``, of x [..., K]."""
+        return super().linear(x.reshape(-1, x.shape[-1]), *operands).view(*x.shape[:-1], -1)
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        """As ``AtmmBackend.add``, of x [..., K] and y [..., N]."""
+        return super().add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), *operands).view(y.shape)
+
+
+class TowerRouting:
+    """The routing of one encoder call after the other.
+
+    Args:
+        rows: the language model's slots; those of the tower have the same numbers.
+        tower: its slots.
+        unit: patches that become one token.
+        device: that the encoder runs on.
+
+    Attributes:
+        images: what each image of the present call applies; empty where none applies anything.
+        graphs: captured encoders, if there are any.
+    """
+
+    def __init__(self, rows: RowRouting, tower: TowerSlots, unit: int, device: torch.device) -> None:
+        self._rows, self._tower, self._unit, self._device = rows, tower, unit, device
+        self._patches, self._tokens = (TowerBackend(rows.slots, device) for _ in range(2))
+        self.images: Sequence[Pairs] = ()
+        self.graphs: VisionGraphs | None = None
+
+    def backend_of(self, name: str) -> TowerBackend:
+        """The backend of a module, by its canonical name."""
+        return self._patches if name.startswith("visual.blocks.") else self._tokens
+
+    def pairs_of(self, adapter: AdapterId) -> Pairs:
+        """What an image of this adapter applies; of ``None``, and of adapters without weights for the tower, as well.
+
+        Raises:
+            UnknownAdapterError: an adapter that it needs is in no slot.
+        """
+        pairs = []
+        for uid, weight in row_pairs(adapter, self._tower.merged):
+            slot = self._rows.slot_of(uid)
+            if not self._tower.holds(uid, slot):
+                raise UnknownAdapterError(uid, ())
+            pairs.append((slot, weight))
+        return tuple(pairs)
+
+    @contextmanager
+    def encoding(self, items: Sequence[MultimodalDataItem], grids: Sequence[Sequence[Grid]]) -> Iterator[None]:
+        """While this lasts, the encoder is called with these images.
+
+        Args:
+            items: with their adapter's id as ``vlora_adapter``, where that has weights for the tower.
+            grids: of each item, those of its images.
+        """
+        applied = [self.pairs_of(adapter_of(item)) for item, own in zip(items, grids, strict=True) for _ in own]
+        if not any(applied):
+            yield
+            return
+        flat = [grid for own in grids for grid in own]
+        self.images = applied
+        if self.graphs is None or not self.graphs.serves(flat, applied):
+            self._route([(pairs, math.prod(grid)) for pairs, grid in zip(applied, flat, strict=True)])
+        try:
+            yield
+        finally:
+            self.images = ()
+            self._reset()
+
+    def _route(self, runs: Sequence[tuple[Pairs, int]]) -> None:
+        tokens = [(pairs, patches // self._unit) for pairs, patches in runs]
+        self._patches.route(*self._rows.tables_of(runs, size_of))
+        self._tokens.route(*self._rows.tables_of(tokens, size_of))
+
+    def _reset(self) -> None:
+        self._patches.reset_batch_state()
+        self._tokens.reset_batch_state()
+
+    # Graphs of one image each (``multimodal.vision_graphs``)
+
+    def applied_by(self, items: Sequence[MultimodalDataItem]) -> list[Pairs] | None:
+        """What these images would apply now; ``None`` if an adapter that they need is in no slot."""
+        try:
+            return [self.pairs_of(adapter_of(item)) for item in items]
+        except UnknownAdapterError:
+            return None
+
+    def tables(self, patches: int) -> Tables:
+        """Tables at fixed addresses, for graphs of an image of so many patches."""
+        places = range(self._rows.slots)
+        made = (
+            GraphTables(rows, places, self._device, TILE_ROWS[True] if rows >= MANY_ROWS else None)
+            for rows in (patches, patches // self._unit)
+        )
+        first, second = made
+        return first, second
+
+    def refresh(self, tables: Tables, pairs: Pairs) -> None:
+        """Write what an image applies to the tables of its graph."""
+        for one in tables:
+            one.refresh(*self._rows.tables_of([(pairs, one.max_rows)], size_of)[:3])
+
+    @contextmanager
+    def reading(self, tables: Tables | None) -> Iterator[None]:
+        """While this lasts, the layers read these tables and compute as a captured graph will; without any, the base."""
+        backends = self._patches, self._tokens
+        before = [backend.batch_info for backend in backends]
+        for backend, one in zip(backends, tables or (None, None), strict=True):
+            backend.batch_info = one and Batch(one.routing(one.max_rows), in_graph=True, prefill=True)
+        try:
+            yield
+        finally:
+            for backend, info in zip(backends, before, strict=True):
+                backend.batch_info = info
+
+    def forget_graphs(self) -> None:
+        """Drop the graphs that read slots which are about to go."""
+        if self.graphs is not None:
+            self.graphs.forget_adapted()
+
+
+class Feed:
+    """Stands in the place of a method of SGLang's models that encodes images, or videos.
+
+    Args:
+        encode: the model's method.
+        routing: told of the items.
+    """
+
+    def __init__(self, encode: Callable[[Sequence[MultimodalDataItem]], Any], routing: TowerRouting) -> None:
+        self._encode, self._routing = encode, routing
+        # SGLang asks whose method it is, to know whether the features have to be moved to the device first.
+        self.__self__, self.__name__ = getattr(encode, "__self__", None), getattr(encode, "__name__", "")
+        self._grid = "video_grid_thw" if "video" in self.__name__ else "image_grid_thw"
+
+    def __call__(self, items: Sequence[MultimodalDataItem]) -> Any:
+        """As the method."""
+        grids: list[list[Grid]] = [list(map(tuple, item.model_specific_data[self._grid].tolist())) for item in items]
+        with self._routing.encoding(items, grids):
+            return self._encode(items)
+
+
+def adapter_of(item: MultimodalDataItem) -> AdapterId:
+    """The adapter that an image is to be encoded with; ``None``: as the base model does."""
+    return getattr(item, "vlora_adapter", None)
+
+
+def size_of(adapter: LoRAAdapter) -> tuple[int, float, bool]:
+    """Rank and scaling of an adapter in the vision tower, where none has vectors."""
+    return adapter.tower.rank, adapter.tower.scale, False
