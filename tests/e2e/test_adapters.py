@@ -125,7 +125,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "dora": (lambda d: _config(d, use_dora=True), "lora_magnitude_vector is missing"),
     "pickle": (lambda d: (d / WEIGHTS).rename(d / "adapter_model.bin"), "pickle"),
     "past_depth": (lambda d: _rename(d, "layers.40.self_attn.q_proj"), "layer 40 is past the depth"),
-    "tower": (lambda d: _rename(d, "visual.blocks.0.attn.qkv"), "vision tower or projector"),
+    "tower": (lambda d: _rename(d, "visual.blocks.0.attn.qkv"), "visual.blocks.0.attn.qkv of this model is"),
+    "patches": (lambda d: _rename(d, "visual.patch_embed.proj"), "vision tower or projector"),
 }
 
 

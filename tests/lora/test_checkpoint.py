@@ -367,7 +367,15 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "past_depth": (lambda d: _rename(d, "layers.2.", "layers.3."), "layer 3 is past the depth"),
     "tower": (
         lambda d: _rename(d, "model.language_model.layers.0.self_attn.q_proj", "model.visual.blocks.0.attn.qkv"),
-        "vision tower or projector.*visual.blocks.0.attn.qkv",
+        r"of \[32, 32\]; visual.blocks.0.attn.qkv of this model is \[96, 32\]",
+    ),
+    "tower_depth": (
+        lambda d: _rename(d, "model.language_model.layers.0.self_attn.q_proj", "model.visual.blocks.9.attn.qkv"),
+        "this model has no module visual.blocks.9.attn.qkv",
+    ),
+    "patches": (
+        lambda d: _rename(d, "model.language_model.layers.0.self_attn.q_proj", "model.visual.patch_embed.proj"),
+        "vision tower or projector.*visual.patch_embed.proj",
     ),
     "clip_tower": (
         lambda d: _rename(d, "model.language_model.layers.1.", "vision_tower.vision_model.encoder.layers.1."),

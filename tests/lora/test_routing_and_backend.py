@@ -39,7 +39,9 @@ def batch(lengths: Any, extend: bool = True, adapters: Any = (), starts: Any = N
 
 def row_routing(routed: Any = None) -> Any:
     adapters = {
-        name: types.SimpleNamespace(config=types.SimpleNamespace(r=rank), scaling=SCALINGS[name])
+        name: types.SimpleNamespace(
+            config=types.SimpleNamespace(r=rank, target_modules=["q_proj"]), scaling=SCALINGS[name]
+        )
         for name, rank in RANKS.items()
     }
     names = sorted(SLOTS, key=SLOTS.get)

@@ -34,7 +34,7 @@ def image(key: int, first: int, grid: tuple[int, int, int] = GRID, is_image: boo
         hash=key,
         feature=torch.full((patches, 2), float(key)),
         offsets=[(first, first + patches // 4 - 1)],
-        image_grid_thw=torch.tensor([grid]),
+        model_specific_data={"image_grid_thw": torch.tensor([grid])},
         is_image=lambda: is_image,
     )
 
@@ -44,7 +44,7 @@ def graphs() -> VisionGraphs:
     """Graphs of one grid."""
     encoder: Any = SimpleNamespace(forward=None)
     found = VisionGraphs(encoder, 4)
-    found._graphs[GRID] = None  # type: ignore[assignment]
+    found._graphs[GRID, False] = None  # type: ignore[assignment]
     return found
 
 

@@ -23,7 +23,8 @@ def item(content: int = 7, grid: tuple[int, int] = (4, 6), modality: str = "IMAG
 
 
 def key(one: Any, tower: str | None = None) -> int:
-    name_embeddings(SimpleNamespace(mm_items=[one]), tower)
+    name_embeddings(SimpleNamespace(mm_items=[one]), tower, "id")
+    assert one.vlora_adapter == (None if tower is None else "id")
     return int(one.hash)
 
 
@@ -34,11 +35,13 @@ def test_a_key_names_all_that_decides_an_embedding() -> None:
     assert len({same, *others}) == 6
 
 
-def test_an_item_is_named_once() -> None:
+def test_an_item_that_comes_again_is_named_by_what_it_shows() -> None:
+    """A session's items are the same objects in its next request, which may be one of another adapter."""
     one = item()
     first = key(one)
-    assert key(one) == first and key(one, "another tower") == first
-    name_embeddings(None, None)
+    assert key(one) == first and key(one, "a tower") == key(item(), "a tower") != first
+    assert key(one) == first
+    name_embeddings(None, None, None)
 
 
 def test_look_ups_are_counted_and_the_oldest_leave() -> None:

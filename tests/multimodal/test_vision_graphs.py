@@ -159,7 +159,7 @@ def test_a_graph_that_computes_something_else_is_never_used(captured: list[torch
     graphs = VisionGraphs(Encoder(), 2)
     ask(graphs, 1, 2, WRONG, times=OVERDUE + 4)
     assert graphs.state() == {"graphs": 0, "graph_replays": 0} and graphs.limit == 0
-    assert not graphs.serves([])
+    assert not graphs.serves([], [])
 
 
 def test_large_inputs_stay_eager(captured: list[torch.Tensor]) -> None:

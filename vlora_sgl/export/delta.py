@@ -11,7 +11,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from vlora_sgl.lora.checkpoint import WEIGHTS_NAME, LoraPair
-from vlora_sgl.lora.layout import BaseLayout
+from vlora_sgl.lora.layout import BaseLayout, is_tower
 
 
 def delta_modules(cold: Mapping[str, LoraPair], hot: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
@@ -117,7 +117,12 @@ def write_adapter(
 
 
 def _targets(paths: set[str], layout: BaseLayout) -> list[str]:
-    """The shortest list of names that targets exactly ``paths``: last names if nothing else ends in them."""
+    """The shortest list of names that targets exactly ``paths``: last names if nothing else ends in them.
+
+    In a vision tower other modules than linear layers do: ``0``, or the ``proj`` of a convolution.
+    """
+    if any(map(is_tower, paths)):
+        return sorted(paths)
     leaves = {path.rpartition(".")[2] for path in paths}
     everything: set[str] = {*layout.paths.values(), *layout.other_linears}
     matched = {path for path in everything if path.rpartition(".")[2] in leaves}

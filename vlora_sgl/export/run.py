@@ -30,7 +30,7 @@ from vlora_sgl.export.verify import verify_export
 from vlora_sgl.heads.store import read_description
 from vlora_sgl.lora.checkpoint import AdapterWeights, LoraPair, read_adapter
 from vlora_sgl.lora.exported import BASE_DELTA, FORMAT, MANIFEST, UNFINISHED
-from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout
+from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, is_tower
 from vlora_sgl.names import check_names
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".part"}
@@ -133,7 +133,8 @@ def _write_delta(
 
 def _write_identity(plan: ExportPlan, hot: AdapterWeights, layout: BaseLayout) -> int:
     """Writes an adapter of the hot one's name that changes nothing, to ask any engine for, and to carry the heads."""
-    name, pair = next(iter(hot.modules.items()))
+    # Not of the vision tower, if it can be: an adapter that has weights there shares no images with others.
+    name, pair = min(hot.modules.items(), key=lambda module: is_tower(module[0]))
     zero = LoraPair(torch.zeros_like(pair.a[:1]), torch.zeros_like(pair.b[:, :1]), 1.0)
     task_type = hot.config.raw.get("task_type")
     directory = plan.out / "adapters" / plan.hot

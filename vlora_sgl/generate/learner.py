@@ -147,7 +147,7 @@ class Learner:
     def _ready(self, name: str, split: str) -> Prepared:
         if (name, split) not in self._prepared:
             examples = self._sets[name].splits[split]
-            self._prepared[name, split] = Prepared(self.model, self.processor, examples)
+            self._prepared[name, split] = Prepared(self.model, self.processor, examples, self.config.lora.tower)
         return self._prepared[name, split]
 
     def _heads(self, sequence: Names, start: Path | None) -> list[VisionHead]:

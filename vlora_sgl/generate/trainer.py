@@ -36,14 +36,18 @@ if TYPE_CHECKING:
     from vlora_sgl.generate.heads import Model
 
 IGNORE = -100
+_TOWER = "visual"
+"""Where the Qwen models have their vision tower, projector included: those whose adapters are served."""
 _FRESH_HEAD_RATE = 5  # times the adapter's learning rate, for heads that start from random weights
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What to train. The targets are the language model's; the vision tower stays as it is.
+    """What to train. The targets are the language model's; the vision tower stays as it is, unless asked.
 
     Attributes:
+        tower: train every linear layer of the vision tower and its projector too. Images then go through the tower in
+            each step, and when served are encoded for this adapter alone.
         activate: ``None`` (from the first token on) or ``"after_image"``.
         head_weight: of the heads' mean loss, beside the loss of the answers.
         steps: optimizer steps; 0 means ``epochs`` over the examples.
@@ -62,8 +66,13 @@ class LoraSettings:
     head_weight: float = 1.0
     steps: int = 0
     gradient_checkpointing: bool = False
+    tower: bool = False
 
     def __post_init__(self) -> None:
+        if self.tower and self.activate is not None:
+            raise ConfigError(
+                f"tower does not go with activate: {self.activate}: up to there images are the base model's"
+            )
         if self.activate not in (None, AFTER_IMAGE):
             raise ConfigError(f"activate must be None or {AFTER_IMAGE!r}, got {self.activate!r}")
 
@@ -138,12 +147,15 @@ class Prepared:
         model: the base model.
         processor: its processor.
         examples: what to learn or to measure on.
+        tower: whether an adapter changes the tower; then pixels are kept, not features.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, examples: Sequence[Example]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, processor: ProcessorMixin, examples: Sequence[Example], tower: bool = False
+    ) -> None:
         self.examples = tuple(examples)
         self.data = Encoded(processor, examples)
-        possible = RememberedImages.possible(model, self.data.rows)
+        possible = not tower and RememberedImages.possible(model, self.data.rows)
         self.images = RememberedImages(model, self.data.rows) if possible else None
         if self.images is not None:  # the tower has seen the pixels, of which a model then asks for the shape only
             for row in self.data.rows:
@@ -193,7 +205,7 @@ def train_lora(
     Returns:
         The PEFT model in evaluation mode; ``save_adapter`` writes it.
     Raises:
-        ConfigError: an example that a head cannot answer.
+        ConfigError: an example that a head cannot answer; a model whose tower's adapters are not served.
     """
     from accelerate import Accelerator
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -202,13 +214,14 @@ def train_lora(
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
-        target_modules=list(settings.targets),
-        exclude_modules=r".*(visual|vision_tower|multi_modal_projector).*",
+        target_modules=[*settings.targets, *(tower_linears(model) if settings.tower else ())],
+        exclude_modules=None if settings.tower else r".*(visual|vision_tower|multi_modal_projector).*",
         task_type="CAUSAL_LM",
     )
     device = next(model.parameters()).device
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="bf16" if device.type == "cuda" else "no")
-    data = examples if isinstance(examples, Prepared) else Prepared(model, processor, examples)
+    data = examples if isinstance(examples, Prepared) else Prepared(model, processor, examples, settings.tower)
+    _check_pixels(data, settings.tower)
     grids = [
         head_training.image_grids(row, model.config) if any(h.features == "image_tokens" for h in heads) else []
         for row in data.data.rows
@@ -422,8 +435,29 @@ def exact_match(
 
 
 def prepared(model: Model, processor: ProcessorMixin, examples: Sequence[Example] | Prepared) -> Prepared:
-    """Examples with what the vision tower, which no adapter changes, makes of their images."""
-    return examples if isinstance(examples, Prepared) else Prepared(base_of(model), processor, examples)
+    """Examples with what the vision tower makes of their images, where no adapter changes that."""
+    tower = any("lora_" in name and f".{_TOWER}." in name for name, _ in model.named_parameters())
+    data = examples if isinstance(examples, Prepared) else Prepared(base_of(model), processor, examples, tower)
+    _check_pixels(data, tower)
+    return data
+
+
+def _check_pixels(data: Prepared, tower: bool) -> None:
+    if tower and data.images is not None:
+        raise ConfigError("features of the base model's vision tower do not go with an adapter that changes it")
+
+
+def tower_linears(model: PreTrainedModel) -> list[str]:
+    """Paths of the linear layers of a model's vision tower and projector.
+
+    Raises:
+        ConfigError: it has none of those whose adapters are served.
+    """
+    linears = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    paths = [path for path in linears if f".{_TOWER}." in f".{path}"]
+    if not paths:
+        raise ConfigError(f"adapters of the vision tower of {type(model).__name__} are not served")
+    return paths
 
 
 def base_of(model: Model) -> PreTrainedModel:

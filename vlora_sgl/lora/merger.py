@@ -35,7 +35,7 @@ class Merger:
         target_modules: SGLang's names of the kinds of modules that adapters may target, here called groups.
         device: that the batches run on.
         copy: where the copy of the base weights lies (``base_copies``), or ``None``: nothing is ever merged.
-        tower: the slots of the vision tower, whose part of an adapter is merged with the rest; ``None``: there are none.
+        tower: the slots of the vision tower, whose part of an adapter is merged with the rest.
 
     Attributes:
         switcher: the mode switch, or ``None`` when nothing may or can be merged.

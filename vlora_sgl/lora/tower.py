@@ -3,8 +3,8 @@
 SGLang leaves an encoder out of its LoRA layers and its pool. Here its linear layers are wrapped by the same classes,
 their slots have the numbers of the language model's, and merging an adapter merges both parts. There are slots for
 the kinds of modules that loaded adapters have, as large as the largest rank among them, and none while nobody has any:
-then the encoder is SGLang's own. An encoder and its adapters are some percent of a model, so making other slots when an
-adapter comes that needs them is a matter of milliseconds, for which the device has to be idle.
+then the encoder is SGLang's own. An encoder is some percent of a model, so making other slots, when an adapter comes
+that needs them, is a matter of milliseconds, for which the device has to be idle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher
 from vlora_sgl.lora.packed import Packed, Slots, Weight
 from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.lora.stacking import StackedAdapter
-from vlora_sgl.lora.tower_routing import FEED, Feed, TowerRouting
+from vlora_sgl.lora.tower_routing import Feed, TowerRouting
 from vlora_sgl.seams import Place
 from vlora_sgl.server_args import SLOT_UNIT
 
@@ -39,6 +39,12 @@ logger = logging.getLogger(__name__)
 
 ENCODERS = ("Qwen2VisionTransformer", "Qwen2_5_VisionTransformer", "Qwen3VLMoeVisionModel")
 """SGLang's encoders whose linear layers are known to get the patches of one image after the other."""
+
+FEEDS = ("get_image_feature", "get_video_feature")
+"""The methods of SGLang's models that are given the images of an encoder call."""
+
+LAYERS, IMAGES = "VisionAttention.qkv_proj", "Qwen2VLForConditionalGeneration.get_image_feature"
+"""Rows of ``plugin.TABLE``."""
 
 
 def why_not_adapted(model: nn.Module, backend: str) -> str | None:
@@ -139,7 +145,7 @@ class Tower(Slots):
         self._paths = {name: path for name, path in layout.paths.items() if is_tower(name)}
         encoder: Any = model.visual
         self.routing = TowerRouting(rows, self, encoder.spatial_merge_size**2, device)
-        self._feeds = {name: getattr(model, name) for name in (FEED, "get_video_feature")}
+        self._feeds = {name: getattr(model, name) for name in FEEDS}
         self._nothing()
 
     # Memory
@@ -194,8 +200,8 @@ class Tower(Slots):
         self.staging = torch.empty(0)
         self._base_sizes: dict[str, tuple[BaseSize, ...]] = {}
         self._held: dict[int, str] = {}
-        for target in ("VisionAttention.qkv_proj", f"Qwen2VLForConditionalGeneration.{FEED}"):
-            seams.record(target, "no loaded adapter has weights for the vision tower")
+        for row in (LAYERS, IMAGES):
+            seams.record(row, "no loaded adapter has weights for the vision tower")
 
     def _make(self, kinds: set[str], rank: int) -> None:
         self.max_lora_rank = rank
@@ -214,9 +220,9 @@ class Tower(Slots):
         self.make_staging(sorted(self._everything()), self.device)
         self.switcher = self._make_switcher()
         places = [self._place(name, module) for name, module in self.modules.items()]
-        seams.place("VisionAttention.qkv_proj", places)
+        seams.place(LAYERS, places)
         feeds = [Place(self.model, name, Feed(feed, self.routing)) for name, feed in self._feeds.items()]
-        seams.place(f"Qwen2VLForConditionalGeneration.{FEED}", feeds)
+        seams.place(IMAGES, feeds)
 
     def _place(self, name: str, module: nn.Module) -> Place:
         owner, _, key = self._paths[name].rpartition(".")

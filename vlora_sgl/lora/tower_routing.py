@@ -23,9 +23,6 @@ from vlora_sgl.lora.backend import MANY_ROWS, AtmmBackend, Batch, GraphTables
 from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.multimodal.vision_graphs import Grid, VisionGraphs
 
-FEED = "get_image_feature"
-"""The method of SGLang's models that is given a call's images; the one for videos is ``get_video_feature``."""
-
 Tables = tuple[GraphTables, GraphTables]
 """Of a captured call, those of the patches and those of the tokens."""
 
@@ -145,7 +142,7 @@ class TowerRouting:
 
     @contextmanager
     def reading(self, tables: Tables | None) -> Iterator[None]:
-        """While this lasts, the layers read these tables and compute as a captured graph will; without any, the base."""
+        """While this lasts, the layers read these tables, as those of a captured graph will; without any, the base."""
         backends = self._patches, self._tokens
         before = [backend.batch_info for backend in backends]
         for backend, one in zip(backends, tables or (None, None), strict=True):
