@@ -35,6 +35,23 @@ def test_inspect_prints_what_matched_and_the_cost(
     assert "12, all matched" in capsys.readouterr().out
 
 
+def test_inspect_shows_the_vision_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model("qwen3_vl")
+    model.config.save_pretrained(tmp_path / "model")
+    targets = r".*(visual\.blocks\.\d+\.attn\.qkv|visual\.deepstack_merger_list\.0\.linear_fc1|layers\.0.*q_proj)"
+    tiny_adapter(model, tmp_path / "adapter", r=20, target_modules=targets, rank_pattern={"q_proj": 4})
+    inspect = ["adapters", "inspect", str(tmp_path / "adapter"), "--model", str(tmp_path / "model")]
+    assert main([*inspect, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    tower = {"visual attn.qkv": 2, "visual deepstack_merger_list.linear_fc1": 1}
+    assert report["modules"] == {"q_proj": 1, **tower} and report["layers"] == 1
+    assert (report["slot_rank"], report["tower_slot_rank"]) == (16, 32)
+    elements = 32 * (2 * (96 + 32) + (128 + 128))
+    assert report["tower_slot_bytes"] in (2 * elements, 4 * elements)
+    assert main(inspect) == 0
+    assert "tower slot:" in capsys.readouterr().out
+
+
 def test_inspect_says_why_it_would_be_refused(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

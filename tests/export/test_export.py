@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.lora_adapters import tiny_adapter, tiny_model
+from tests.support.towers import ADAPTERS
 from vlora_sgl.combined import parts
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.export import run
@@ -76,6 +78,39 @@ def test_hot_cold_and_base_give_the_original_logits(family: str, exact_ranks: bo
         got = logits(out, family, None if name == "hot" else out / "adapters" / name)
         # Rounding each merged weight to float32 once, through three layers.
         assert (got - want).abs().max() < 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_adapters_of_the_vision_tower_are_merged_and_taken_out(family: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    kinds = {"hot": "all", "tower": "tower", "projector": "projector", "language": "language"}
+    for seed, (name, kind) in enumerate(kinds.items(), start=1):
+        tiny_adapter(tiny_model(family), tmp_path / name, seed=seed, strength=0.1, **ADAPTERS[kind])
+    adapters, out = {name: tmp_path / name for name in kinds}, tmp_path / "out"
+    export(ExportPlan(tmp_path / "model", "hot", adapters, out), progress=False)
+    expected = {name: shown(tmp_path / "model", path) for name, path in adapters.items()}
+    expected["base"] = shown(tmp_path / "model", None)
+    for one, other in combinations(expected, 2):
+        assert (expected[one] - expected[other]).abs().max() > 1e-2 * expected["base"].abs().max(), (one, other)
+    for name, want in expected.items():
+        got = shown(out, None if name == "hot" else out / "adapters" / name)
+        assert (got - want).abs().max() < 1e-5 * want.abs().max(), name
+    identity = load_file(out / "adapters" / "hot" / "adapter_model.safetensors")
+    assert not any("visual" in key for key in identity), "what changes nothing shares its images with all"
+
+
+def shown(model_dir: Path, adapter: Path | None) -> torch.Tensor:
+    """Logits of a prompt with a picture, in float64."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float64)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter).to(torch.float64)
+    ids = torch.tensor([[5, 9, 102, *[100] * 4, 103, 30, 11]])  # four image tokens, of 4 patches each
+    pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    seen = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=ids, mm_token_type_ids=(ids == 100).int(), **seen).logits
+    return logits
 
 
 def test_a_half_precision_base_is_rounded_once(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,6 +161,106 @@ def test_a_graph_that_computes_something_else_is_never_used(captured: list[torch
     ask(graphs, 1, 2, WRONG, times=OVERDUE + 4)
     assert graphs.state() == {"graphs": 0, "graph_replays": 0} and graphs.limit == 0
     assert not graphs.serves([], [])
+
+
+class Adapters:
+    """Adapters that multiply: an image's is the number of its slot. Graphs read it from tables, as layers do."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder, self.images, self.tables_made = encoder, [], 0
+        self.factor: dict[str, int] = {"is": 1}
+        encoder.forward = self.eager  # type: ignore[method-assign]
+
+    def eager(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        self.encoder.eager += 1
+        own = [slots[0][0] if slots else 1 for slots in self.images] if self.images else []
+        if self.factor["is"] != 1 or len(own) != len(grid_thw):  # one image, by the tables
+            own = [self.factor["is"]] * len(grid_thw)
+        parts = x.split(grid_thw.prod(1).tolist())
+        return torch.cat([2 * factor * part for factor, part in zip(own, parts, strict=True)])
+
+    def applied_by(self, items: list[Any]) -> list[Any] | None:
+        return None if any(item.vlora_adapter == 0 for item in items) else [((i.vlora_adapter, 1.0),) for i in items]
+
+    def tables(self, patches: int) -> dict[str, int]:
+        self.tables_made += 1
+        return {"patches": patches, "is": 1}
+
+    def refresh(self, tables: dict[str, int], slots: Any) -> None:
+        tables["is"] = slots[0][0]
+
+    @contextmanager
+    def reading(self, tables: dict[str, int] | None) -> Iterator[None]:
+        before, self.factor = self.factor, tables or {"is": 1}
+        yield
+        self.factor = before
+
+
+@pytest.fixture
+def adapted(monkeypatch: pytest.MonkeyPatch) -> tuple[VisionGraphs, Adapters]:
+    encoder = Encoder()
+    adapters = Adapters(encoder)
+
+    class Graph:
+        """Replays with what is in the tables that it was captured with."""
+
+        def __init__(self, encoder: object, x: torch.Tensor, grid: torch.Tensor, *_: object) -> None:
+            self.tables, self.wrong = adapters.factor, bool((grid == WRONG).any())
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self.tables["is"] * x + self.wrong
+
+    monkeypatch.setattr(vision_graphs, "_Graph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    graphs = VisionGraphs(encoder, 8)  # type: ignore[arg-type]
+    graphs.adapters = adapters  # type: ignore[assignment]
+    return graphs, adapters
+
+
+def encode(graphs: VisionGraphs, adapters: Adapters, *slots: int | None, grid: tuple[int, ...] = (1, 2, 2)) -> None:
+    adapters.images = [() if slot is None else ((slot, 1.0),) for slot in slots] if any(slots) else []
+    x = torch.rand(len(slots) * math.prod(grid), 2)
+    factors = torch.tensor([1.0 if slot is None else slot for slot in slots]).repeat_interleave(math.prod(grid))
+    assert torch.equal(graphs(x, torch.tensor([grid] * len(slots))), 2 * factors[:, None] * x)
+    adapters.images = []
+
+
+def test_images_with_adapters_have_graphs_of_their_own(adapted: tuple[VisionGraphs, Adapters]) -> None:
+    graphs, adapters = adapted
+    for _ in range(AFTER + 1):
+        encode(graphs, adapters, None)
+    assert graphs.state()["graphs"] == 1 and not adapters.tables_made
+    for slot in range(1, AFTER + 2):
+        encode(graphs, adapters, slot)
+    assert graphs.state()["graphs"] == 2 and adapters.tables_made == 1
+    eager = adapters.encoder.eager
+    encode(graphs, adapters, 3, None, 5, 3, None)
+    encode(graphs, adapters, 7)
+    encode(graphs, adapters, None)
+    assert adapters.encoder.eager == eager, "all of them replay, whichever adapter is theirs"
+    graphs.forget_adapted()
+    encode(graphs, adapters, None)
+    assert adapters.encoder.eager == eager and graphs.state()["graphs"] == 1
+    encode(graphs, adapters, 3)
+    assert adapters.encoder.eager > eager
+
+
+def test_a_wrong_graph_with_adapters_leaves_the_others(adapted: tuple[VisionGraphs, Adapters]) -> None:
+    graphs, adapters = adapted
+    for _ in range(AFTER + 4):
+        encode(graphs, adapters, 3, grid=(1, 2, WRONG))
+        encode(graphs, adapters, None)
+    assert graphs.state()["graphs"] == 1 and graphs.limit == 8
+
+
+def test_what_is_encoded_ahead_knows_its_adapter(adapted: tuple[VisionGraphs, Adapters]) -> None:
+    graphs, adapters = adapted
+    for _ in range(AFTER + 1):
+        encode(graphs, adapters, 3)
+    data = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
+    items = [SimpleNamespace(model_specific_data=data, vlora_adapter=slot) for slot in (3, 4, 0)]
+    assert graphs.serves_items(items[:2])  # type: ignore[arg-type]
+    assert not graphs.serves_items(items), "one is in no slot"  # type: ignore[arg-type]
 
 
 def test_large_inputs_stay_eager(captured: list[torch.Tensor]) -> None:

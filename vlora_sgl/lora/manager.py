@@ -493,7 +493,7 @@ class VLoraManager(_sgl.LoRAManager):
     # The wrapped modules
 
     def init_lora_shapes(self, max_lora_rank: int | None = None, target_modules: set[str] | None = None) -> None:
-        """SGLang's; where all adapters of the command line have weights for the vision tower only, as for any other."""
+        """SGLang's; where the command line's adapters have weights for the vision tower only, as for any others."""
         super().init_lora_shapes(max_lora_rank, target_modules)
         self.target_modules = self.target_modules or {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
         if max_lora_rank is None:
