@@ -6,6 +6,7 @@ shorter than a picture.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,13 @@ class Tower:
             sampling_params={"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
         ).answers
 
+    def reuse(self, name: str | None, seed: int) -> tuple[int, bool]:
+        """How many tokens of the prompt were cached, and whether its image was."""
+        (answer,) = self.ask([name], seed)
+        assert answer["output_ids"] == self.wanted(name, seed)
+        found = answer["meta_info"]["vlora"]["reuse"]
+        return answer["meta_info"]["cached_tokens"], not found["encoder_misses"]
+
     def cold(self, mode: str) -> None:
         self.engine.force_mode(mode)
         self.engine.flush()
@@ -93,3 +101,74 @@ def test_one_image_and_one_each(tower: Tower, mode: str) -> None:
         for name, seed, ids in zip(NAMES, seeds * (6 // len(seeds)), wanted, strict=True):
             tower.cold(mode)
             assert tower.ask([name], seed)[0]["output_ids"] == ids, f"{name} alone"
+
+
+def test_several_images_of_a_request(tower: Tower) -> None:
+    tower.cold("unmerged")
+    names = ("both", None, "all")
+    wanted = [tower.wanted(name, 1, 2, 1) for name in names]
+    assert [answer["output_ids"] for answer in tower.ask(names, (1, 2, 1), (1, 2, 1), (1, 2, 1))] == wanted
+
+
+def test_who_shares_images_and_their_kv(tower: Tower) -> None:
+    """Adapters share what they compute alike, and nothing else: by content, whatever their names."""
+    tower.cold("unmerged")
+    assert tower.engine.load("again", tower.adapters["tower"]) is None
+    assert tower.engine.load("twin", tower.adapters["twin"]) is None
+    tower.reference.model.load_adapter(tower.adapters["tower"], adapter_name="again")
+    image = 77
+    assert tower.reuse(None, image) == (0, False)
+    assert tower.reuse("language", image) == (0, True), "its images are the base model's"
+    assert tower.reuse("tower", image) == (0, False)
+    cached, _ = tower.reuse("again", image)
+    assert cached > 0, "another name of the same content"
+    for name in ("all", "twin"):  # one language part, two towers
+        assert tower.wanted(name, image) != tower.wanted("all" if name == "twin" else "twin", image)
+        assert tower.reuse(name, image) == (0, False)
+    assert all(tower.reuse(name, image)[0] > 0 for name in ("all", "twin", "tower", None))
+    for name in ("again", "twin"):
+        assert tower.engine.unload(name) is None
+
+
+def test_a_name_with_another_tower_never_sees_the_old_ones_images(tower: Tower) -> None:
+    tower.cold("merged")
+    old = tower.ask(["all"], 5)[0]["output_ids"]
+    assert tower.engine.unload("all") is None
+    assert tower.engine.load("all", tower.adapters["twin"]) is None
+    new = tower.ask(["all"], 5)[0]["output_ids"]
+    assert (old, new) == (tower.wanted("all", 5), tower.wanted("twin", 5)) and old != new
+    assert tower.engine.unload("all") is None
+    assert tower.engine.load("all", tower.adapters["all"]) is None
+    assert tower.ask(["all"], 5)[0]["output_ids"] == old
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_over_eight_towers(tower: Tower) -> None:
+    """More adapters than slots, few images: nothing is answered wrongly, and no memory grows."""
+    names = [name for name in tower.adapters if name not in ("language", "twin")]
+    for name in [*names]:
+        assert tower.engine.load(f"{name}2", tower.adapters["twin" if name == "all" else name]) is None
+        names.append(f"{name}2")
+    assert len(names) == 8
+    content = {name: "twin" if name == "all2" else name.removesuffix("2") for name in names}
+    wanted = {(name, seed): tower.wanted(content[name], seed) for name in names for seed in range(4)}
+    tower.cold("unmerged")
+    tower.engine.force_mode("auto")
+    rng, before = random.Random(0), tower.engine.state()["pool"]
+    for _ in range(50):
+        asked = [(rng.choice(names), rng.randrange(4)) for _ in range(20)]
+        answers = tower.ask([name for name, _ in asked], *(seed for _, seed in asked))
+        assert [answer["output_ids"] for answer in answers] == [wanted[one] for one in asked]
+    assert tower.engine.state()["pool"] == before
+    for name in names[4:]:
+        assert tower.engine.unload(name) is None
+
+
+def test_the_last_one_takes_its_memory_along(tower: Tower) -> None:
+    assert tower.engine.state()["pool"]["tower"]["rank"] == 32
+    for name in NAMES[1:-1]:
+        assert tower.engine.unload(str(name)) is None
+    assert tower.engine.state()["pool"]["tower"] == {"rank": 0, "modules": [], "bytes": 0}
+    assert tower.ask(["language"], 5)[0]["output_ids"] == tower.wanted("language", 5)
+    for name in NAMES[1:-1]:
+        assert tower.engine.load(str(name), tower.adapters[str(name)]) is None
