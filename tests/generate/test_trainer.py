@@ -32,7 +32,9 @@ from vlora_sgl.generate.trainer import (
 )
 from vlora_sgl.heads import Boxes, ClassifyHead, CountHead, DetectHead, Grid, load_heads
 from vlora_sgl.heads.worker import HeadRequest, run_heads
+from vlora_sgl.lora.checkpoint import read_adapter
 from vlora_sgl.lora.invocation import split_row
+from vlora_sgl.lora.layout import is_tower
 from vlora_sgl.models import tiny
 
 SHADES = {"grass": (30, 160, 40), "brick": (170, 60, 40)}
@@ -72,6 +74,32 @@ def test_training_changes_answers_and_only_the_language_model(processor: Any, mo
     assert adapted and all("language_model" in name and "visual" not in name for name in adapted)
     base = {n.replace("base_model.model.", "").replace(".base_layer", ""): p for n, p in adapter.named_parameters()}
     assert all(torch.equal(base[name], value) for name, value in before.items())
+
+
+def test_the_vision_tower_is_trained_where_asked(processor: Any, model: Any, tmp_path: Path) -> None:
+    data = examples(tmp_path)
+    settings = LoraSettings(rank=4, steps=3, batch_size=4, tower=True)
+    with pytest.raises(ConfigError, match="features of the base model's vision tower"):
+        train_lora(model, processor, Prepared(model, processor, data), settings)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    adapter = train_lora(model, processor, Prepared(model, processor, data, tower=True), settings)
+    learnt = {name for name, value in adapter.named_parameters() if "lora_B" in name and value.any()}
+    for part in ("language_model", "visual.blocks.0.attn.qkv", "visual.merger.mlp.2"):
+        assert any(part in name for name in learnt), part
+    base = {n.replace("base_model.model.", "").replace(".base_layer", ""): p for n, p in adapter.named_parameters()}
+    assert all(torch.equal(base[name], value) for name, value in before.items())
+    said = exact_match(adapter, processor, data)
+    with pytest.raises(ConfigError, match="features of the base model's vision tower"):
+        exact_match(adapter, processor, Prepared(adapter.get_base_model(), processor, data))
+    save_adapter(adapter, tmp_path / "saved")
+    modules = read_adapter(tmp_path / "saved").modules
+    assert {is_tower(name) for name in modules} == {True, False}
+    assert exact_match(load_adapter(adapter.unload(), tmp_path / "saved"), processor, data) == said
+
+
+def test_a_tower_that_starts_after_the_image_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tower does not go with activate"):
+        LoraSettings(tower=True, activate=AFTER_IMAGE)
 
 
 def test_exact_match_is_what_greedy_generation_says(processor: Any, model: Any, tmp_path: Path) -> None:
