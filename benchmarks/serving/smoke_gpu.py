@@ -5,9 +5,9 @@ and prefills: every row of a mixed batch (base, A, B, A) must have the greedy to
 transformers + PEFT in float32 on the CPU but for near ties of the random model, and heads their answers.
 ``--attention-backend`` is Triton's, FlashAttention 3 (which has bfloat16 only) or flashinfer's. ``--modes`` adds every
 inference mode, with adapters that are more than plain LoRA (DoRA, biases, activated), several as one and some on the
-vocabulary, adapters whose numbers are not finite in bfloat16, and two tensor-parallel ranks on two cards;
-``--families`` a server for a tiny model of each family (docs/models.md).
-Takes about two minutes, four with ``--modes``. Prints the card, the versions and the seconds; exits with pytest's
+vocabulary, adapters of the vision tower with graphs of the encoder, adapters whose numbers are not finite in bfloat16,
+and two tensor-parallel ranks on two cards; ``--families`` a server for a tiny model of each family (docs/models.md).
+Takes about two minutes, five with ``--modes``. Prints the card, the versions and the seconds; exits with pytest's
 status.
 """
 
@@ -49,12 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A GPU machine may lack pytest's plugins that pyproject.toml's options ask for.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "tests/e2e/test_serving.py"]
     command += ["tests/e2e/test_heads.py", "tests/e2e/test_prefix_sharing.py"]
-    modes = ("test_modes.py", "test_adapter_forms.py", "test_isolation.py", "test_tensor_parallel.py")
+    modes = ("test_modes.py", "test_adapter_forms.py", "test_isolation.py", "test_tensor_parallel.py", "test_tower.py")
     names = (
         "test_combined.py::test_combined_rows_answer_as_peft_does_in_every_mode_and_company",
         "test_vocabulary.py",
     )
-    command += [f"tests/e2e/{name}" for name in (*modes, *names)] if options.modes else []
+    more = [*(f"tests/e2e/{name}" for name in (*modes, *names)), "tests/lora/test_tower.py"]
+    command += more if options.modes else []
     command += ["--slow", "tests/e2e/test_families.py"] if options.families else []
     command += ["-k", options.select] if options.select else []
     if options.dry_run:

@@ -32,6 +32,7 @@ from vlora_sgl.lora.layout import BaseLayout, is_tower
 from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.lora.stacking import stack
 from vlora_sgl.lora.tower import Tower, TowerWeights, trained_layout, why_not_adapted
+from vlora_sgl.multimodal.vision_graphs import AFTER, VisionGraphs
 
 FAMILIES = {
     "qwen2_vl": ("Qwen2VisionTransformer", {}),
@@ -68,7 +69,7 @@ class Model(nn.Module):
     def __init__(self, family: str, trained: Any) -> None:
         super().__init__()
         self.config = trained.config
-        kind = getattr(_sgl, FAMILIES[family][0])
+        kind: Any = getattr(_sgl, FAMILIES[family][0])
         self.visual = kind(trained.config.vision_config).float()
         load(self.visual, trained.model.visual.state_dict())
 
@@ -131,14 +132,16 @@ class World:
 
     def weights(self, name: str) -> TowerWeights | None:
         modules = read_tower(self.paths[name], self.trained)
-        return TowerWeights.of(stack(modules, self.layout, torch.float32), self.layout) if modules else None
+        stacked = stack(modules, self.layout, self.model.visual.dtype)
+        return TowerWeights.of(stacked, self.layout) if modules else None
 
     def tower(self, slots: int = 7, copy: str | None = "device") -> tuple[Tower, Rows]:
         rows = Rows(self.adapters, slots)
         self.adapters.clear()
         for name in NAMES[1:]:
             self.adapters[str(name)] = SimpleNamespace(tower=self.weights(str(name)))
-        self.made = Tower(self.model, self.layout, rows, torch.float32, torch.device("cpu"), copy)
+        encoder = self.model.visual
+        self.made = Tower(self.model, self.layout, rows, encoder.dtype, encoder.device, copy)
         return self.made, rows
 
     def wanted(self, name: str | None, pixels: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
@@ -342,3 +345,42 @@ def test_what_is_no_such_encoder_is_refused(world: World) -> None:
     world.model.visual.use_data_parallel = True
     assert "--mm-enable-dp-encoder" in str(why_not_adapted(world.model, "atmm"))
     world.model.visual.use_data_parallel = False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
+def test_graphs_with_adapters_give_what_the_eager_encoder_gives(tmp_path: Path) -> None:
+    world = World("qwen2_5_vl", tmp_path)
+    world.model.cuda().to(torch.bfloat16)
+    tower, _ = load_all(world)
+    graphs = VisionGraphs(world.model.visual, 16)
+    tower.routing.graphs, graphs.adapters = graphs, tower.routing
+    eager, world.model.visual.forward = world.model.visual.forward, graphs
+
+    def shown() -> list[Any]:
+        made = items([sees(name) for name in NAMES], [1] * 6, [GRIDS[0]] * 6)
+        for item in made:
+            item.feature = item.feature.cuda()
+        return made
+
+    for merged in (None, "both", "tower", None):
+        if merged is None:
+            tower.restore()
+        else:
+            tower.merge(merged, world.adapters[merged].tower, 1 + NAMES[1:].index(merged))
+        before = graphs.replays
+        answers = [world.model.get_image_feature(shown()) for _ in range(2 * AFTER + 4)]
+        assert graphs.replays > before and graphs.state()["graphs"] == 2, "one with adapters, one without"
+        assert torch.equal(answers[-1], answers[-2])
+        graphs.limit, held = 0, graphs.limit
+        wanted = world.model.get_image_feature(shown())
+        graphs.limit = held
+        off = (answers[-1] - wanted).abs().max() / wanted.abs().max()
+        assert off < 0.02, f"{merged}: {off}"
+        parts = answers[-1].float().cpu().chunk(len(NAMES))
+        for name, item, part in zip(NAMES, shown(), parts, strict=True):
+            exact = world.wanted(name, item.feature.cpu(), GRIDS[0])
+            assert (part - exact).abs().max() / exact.abs().max() < 0.05, f"{name} beside {merged}"
+    world.model.visual.forward = eager
+    tower.provide([])
+    assert graphs.state()["graphs"] == 1

@@ -99,8 +99,8 @@ class TowerRouting:
             return
         flat = [grid for own in grids for grid in own]
         self.images = applied
-        if self.graphs is None or not self.graphs.serves(flat, applied):
-            self._route([(pairs, math.prod(grid)) for pairs, grid in zip(applied, flat, strict=True)])
+        # Even where graphs will replay, which read tables of their own: that is for the encoder to decide.
+        self._route([(pairs, math.prod(grid)) for pairs, grid in zip(applied, flat, strict=True)])
         try:
             yield
         finally:
