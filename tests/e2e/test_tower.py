@@ -7,18 +7,23 @@ shorter than a picture.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from transformers import AutoModelForImageTextToText
 
 from tests.e2e.test_families import PATCHES_OF_14, SHOWN, save_family
 from tests.support.engine_runs import EngineProcess
 from tests.support.head_reference import data_url, make_image
-from tests.support.towers import TOKENS, Reference, make_adapters
+from tests.support.lora_adapters import tiny_adapter
+from tests.support.towers import BLOCKS, TOKENS, Reference, make_adapters
+from vlora_sgl.heads import save_heads
 from vlora_sgl.platforms.cpu import is_plain_cpu
 
 pytestmark = pytest.mark.e2e
@@ -33,6 +38,7 @@ class Tower:
     """One family's engine, its files and what is expected of it."""
 
     family: str
+    model: Path
     engine: EngineProcess
     adapters: dict[str, Path]
     reference: Reference
@@ -98,7 +104,7 @@ def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         assert engine.state()["pool"]["tower"]["bytes"] == 0, "no adapter of the tower, no memory for it"
         for name in NAMES[1:-1]:
             assert engine.load(str(name), adapters[str(name)]) is None
-        yield Tower(request.param, engine, adapters, reference)
+        yield Tower(request.param, model, engine, adapters, reference)
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "merged", "mixture"])
@@ -152,6 +158,17 @@ def test_a_name_with_another_tower_never_sees_the_old_ones_images(tower: Tower) 
     assert tower.engine.unload("all") is None
     assert tower.engine.load("all", tower.adapters["all"]) is None
     assert tower.ask(["all"], 5)[0]["output_ids"] == old
+
+
+def test_what_cannot_be_right_is_refused(tower: Tower, tmp_path: Path) -> None:
+    before = tower.engine.state()["pool"]
+    shutil.copytree(tower.adapters["tower"], tmp_path / "invoked")
+    save_heads(tmp_path / "invoked", (), "after_image")
+    assert "up to which images are the base model's" in str(tower.engine.load("invoked", tmp_path / "invoked"))
+    base = AutoModelForImageTextToText.from_pretrained(tower.model, dtype=torch.float32)
+    tiny_adapter(base, tmp_path / "wide", r=40, target_modules=BLOCKS)
+    assert "rank 40 in the vision tower is more than 32" in str(tower.engine.load("wide", tmp_path / "wide"))
+    assert tower.engine.state()["pool"] == before
 
 
 @pytest.mark.slow
