@@ -76,6 +76,8 @@ class VLoraManager(_sgl.LoRAManager):
 
     plan = UNMERGED
     memory_pool: Any = None
+    target_modules: set[str]
+    max_lora_rank: int
     _prefill_graphs: PrefillGraphs | None = None
     token_routing: TokenRouting | None = None
     combines = False

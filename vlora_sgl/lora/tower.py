@@ -213,9 +213,8 @@ class Tower(Slots):
                 self.modules[name] = module = wrap(base, self.routing.backend_of(name))
                 inner = getattr(base, "input_size_per_partition", base.input_size)
                 out = getattr(base, "output_size_per_partition", base.output_size)
-                new = {"dtype": self.dtype, "device": self.device}
-                self.A_buffer[name] = [torch.zeros(self._slots, rank * parts(base), inner, **new)]
-                self.B_buffer[name] = [torch.zeros(self._slots, out, rank, **new)]
+                self.A_buffer[name] = [self._zeros(rank * parts(base), inner)]
+                self.B_buffer[name] = [self._zeros(out, rank)]
                 module.set_lora_info(self.A_buffer[name][0], self.B_buffer[name][0])
         self.make_staging(sorted(self._everything()), self.device)
         self.switcher = self._make_switcher()
@@ -223,6 +222,9 @@ class Tower(Slots):
         seams.place(LAYERS, places)
         feeds = [Place(self.model, name, Feed(feed, self.routing)) for name, feed in self._feeds.items()]
         seams.place(IMAGES, feeds)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(self._slots, *shape, dtype=self.dtype, device=self.device)
 
     def _place(self, name: str, module: nn.Module) -> Place:
         owner, _, key = self._paths[name].rpartition(".")

@@ -146,7 +146,9 @@ class TowerRouting:
         backends = self._patches, self._tokens
         before = [backend.batch_info for backend in backends]
         for backend, one in zip(backends, tables or (None, None), strict=True):
-            backend.batch_info = one and Batch(one.routing(one.max_rows), in_graph=True, prefill=True)
+            backend.reset_batch_state()
+            if one is not None:
+                backend.batch_info = Batch(one.routing(one.max_rows), in_graph=True, prefill=True)
         try:
             yield
         finally:
