@@ -153,7 +153,7 @@ class VisionGraphs:
         """Drop the graphs that read adapters."""
         for held in (self._graphs, self._wanted):
             for kind in [kind for kind in held if kind[1]]:
-                del held[kind]  # type: ignore[attr-defined]
+                del held[kind]
 
     def _replay(self, grid: Grid, x: torch.Tensor, slots: Slots) -> torch.Tensor:
         kind = grid, bool(slots)
