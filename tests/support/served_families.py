@@ -129,6 +129,12 @@ def _pixtral_processor(tokenizer: Any) -> Any:
     return t.PixtralProcessor(images, tokenizer, patch_size=8, spatial_merge_size=2, chat_template=template, **marks)
 
 
+def _intern_processor(tokenizer: Any) -> Any:
+    """SGLang's InternVL reads the tokenizer alone; its own template's marker is another than its processor's."""
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(f"{START}{IMAGE}{END}", "<image>")
+    return tokenizer
+
+
 GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 
 
@@ -299,7 +305,13 @@ FAMILIES = {
     ),
     "qwen3_vl": Family("qwen3_vl", QWEN, processor=_qwen_processor(t.Qwen3VLProcessor, 4)),
     "internvl3": Family(
-        "internvl", "<image>", (64, 64), inputs=_tiled, more_tokens=INTERN, served=_save_original_intern
+        "internvl",
+        "<image>",
+        (64, 64),
+        processor=_intern_processor,
+        inputs=_tiled,
+        more_tokens=INTERN,
+        served=_save_original_intern,
     ),
     "mistral3": Family("mistral3", IMAGE, processor=_pixtral_processor),
     "gemma3": Family(

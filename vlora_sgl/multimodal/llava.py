@@ -136,7 +136,9 @@ class LlavaOriginal(Llava):
 
     def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
         self._tower = config.mm_vision_tower
-        super().__init__(transformers_config(config), quant_config, prefix)
+        found = transformers_config(config)
+        config.text_config, config.vision_config = found.text_config, found.vision_config  # adapters ask for shapes
+        super().__init__(found, quant_config, prefix)
 
     def load_weights(self, weights: Weights) -> None:
         """Take the tower's weights from its directory, then the checkpoint's, which may have a tower of its own."""
