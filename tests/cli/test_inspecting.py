@@ -40,7 +40,7 @@ def test_inspect_shows_the_vision_tower(tmp_path: Path, capsys: pytest.CaptureFi
     model.config.save_pretrained(tmp_path / "model")
     targets = r".*(visual\.blocks\.\d+\.attn\.qkv|visual\.deepstack_merger_list\.0\.linear_fc1|layers\.0.*q_proj)"
     tiny_adapter(model, tmp_path / "adapter", r=20, target_modules=targets, rank_pattern={"q_proj": 4})
-    inspect = ["adapters", "inspect", str(tmp_path / "adapter"), "--model", str(tmp_path / "model")]
+    inspect = ["inspect", str(tmp_path / "adapter"), "--model", str(tmp_path / "model")]
     assert main([*inspect, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     tower = {"visual attn.qkv": 2, "visual deepstack_merger_list.linear_fc1": 1}

@@ -18,10 +18,11 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from tests.e2e.test_families import PATCHES_OF_14, SHOWN, save_family
 from tests.support.engine_runs import EngineProcess
 from tests.support.head_reference import data_url, make_image
 from tests.support.lora_adapters import tiny_adapter
+from tests.support.served_families import FAMILIES as SERVED
+from tests.support.served_families import save
 from tests.support.towers import BLOCKS, TOKENS, Reference, make_adapters
 from vlora_sgl.heads import save_heads
 from vlora_sgl.platforms.cpu import is_plain_cpu
@@ -44,10 +45,12 @@ class Tower:
     reference: Reference
 
     def image(self, seed: int) -> Image.Image:
-        return make_image(seed, (112, 84) if self.family in PATCHES_OF_14 else (32, 24))
+        return make_image(seed, SERVED[self.family].size)
 
     def prompt(self, images: int = 1) -> str:
-        return f"<|im_start|>user\n{SHOWN[self.family] * images}What is this?<|im_end|>\n<|im_start|>assistant\n"
+        return (
+            f"<|im_start|>user\n{SERVED[self.family].shown * images}What is this?<|im_end|>\n<|im_start|>assistant\n"
+        )
 
     def wanted(self, name: str | None, *seeds: int) -> list[int]:
         return self.reference.ids(self.prompt(len(seeds)), name, [self.image(seed) for seed in seeds])
@@ -77,7 +80,7 @@ class Tower:
 @pytest.fixture(scope="module", params=FAMILIES)
 def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tower]:
     root = tmp_path_factory.mktemp(request.param)
-    model = save_family(request.param, root / "model")
+    model, _ = save(request.param, root / "model")
     adapters = make_adapters(root, model)
     options: dict[str, Any] = {
         "model_path": str(model),

@@ -168,14 +168,14 @@ class Adapters:
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.images, self.tables_made = encoder, [], 0
-        self.factor: dict[str, int] = {"is": 1}
+        self.read: dict[str, int] | None = None
         encoder.forward = self.eager  # type: ignore[method-assign]
 
     def eager(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
         self.encoder.eager += 1
-        own = [slots[0][0] if slots else 1 for slots in self.images] if self.images else []
-        if self.factor["is"] != 1 or len(own) != len(grid_thw):  # one image, by the tables
-            own = [self.factor["is"]] * len(grid_thw)
+        own = [slots[0][0] if slots else 1 for slots in self.images] or [1] * len(grid_thw)
+        if self.read is not None:
+            own = [self.read["is"]]
         parts = x.split(grid_thw.prod(1).tolist())
         return torch.cat([2 * factor * part for factor, part in zip(own, parts, strict=True)])
 
@@ -187,13 +187,13 @@ class Adapters:
         return {"patches": patches, "is": 1}
 
     def refresh(self, tables: dict[str, int], slots: Any) -> None:
-        tables["is"] = slots[0][0]
+        tables["is"] = slots[0][0] if slots else 1
 
     @contextmanager
     def reading(self, tables: dict[str, int] | None) -> Iterator[None]:
-        before, self.factor = self.factor, tables or {"is": 1}
+        before, self.read = self.read, tables or {"is": 1}
         yield
-        self.factor = before
+        self.read = before
 
 
 @pytest.fixture
@@ -205,9 +205,10 @@ def adapted(monkeypatch: pytest.MonkeyPatch) -> tuple[VisionGraphs, Adapters]:
         """Replays with what is in the tables that it was captured with."""
 
         def __init__(self, encoder: object, x: torch.Tensor, grid: torch.Tensor, *_: object) -> None:
-            self.tables, self.wrong = adapters.factor, bool((grid == WRONG).any())
+            self.tables, self.wrong = adapters.read, bool((grid == WRONG).any())
 
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.tables is not None
             return 2 * self.tables["is"] * x + self.wrong
 
     monkeypatch.setattr(vision_graphs, "_Graph", Graph)
@@ -227,11 +228,12 @@ def encode(graphs: VisionGraphs, adapters: Adapters, *slots: int | None, grid: t
 
 def test_images_with_adapters_have_graphs_of_their_own(adapted: tuple[VisionGraphs, Adapters]) -> None:
     graphs, adapters = adapted
-    for _ in range(AFTER + 1):
+    for _ in range(AFTER):
         encode(graphs, adapters, None)
-    assert graphs.state()["graphs"] == 1 and not adapters.tables_made
-    for slot in range(1, AFTER + 2):
+    assert graphs.capture_wanted() and graphs.state()["graphs"] == 1 and not adapters.tables_made
+    for slot in range(1, AFTER + 1):
         encode(graphs, adapters, slot)
+    assert graphs.capture_wanted() and not graphs.capture_wanted()
     assert graphs.state()["graphs"] == 2 and adapters.tables_made == 1
     eager = adapters.encoder.eager
     encode(graphs, adapters, 3, None, 5, 3, None)
@@ -247,16 +249,18 @@ def test_images_with_adapters_have_graphs_of_their_own(adapted: tuple[VisionGrap
 
 def test_a_wrong_graph_with_adapters_leaves_the_others(adapted: tuple[VisionGraphs, Adapters]) -> None:
     graphs, adapters = adapted
-    for _ in range(AFTER + 4):
+    for _ in range(OVERDUE + 4):
         encode(graphs, adapters, 3, grid=(1, 2, WRONG))
         encode(graphs, adapters, None)
+    assert not graphs.capture_wanted()
     assert graphs.state()["graphs"] == 1 and graphs.limit == 8
 
 
 def test_what_is_encoded_ahead_knows_its_adapter(adapted: tuple[VisionGraphs, Adapters]) -> None:
     graphs, adapters = adapted
-    for _ in range(AFTER + 1):
+    for _ in range(AFTER):
         encode(graphs, adapters, 3)
+    graphs.capture_wanted()
     data = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
     items = [SimpleNamespace(model_specific_data=data, vlora_adapter=slot) for slot in (3, 4, 0)]
     assert graphs.serves_items(items[:2])  # type: ignore[arg-type]
