@@ -79,8 +79,20 @@ class Markers:
             if any(given.values()) and plain(text) is not text:
                 request.text = text
         if isinstance(text, str):
+            if self._places_missing and (written := self._written(text)) != text:
+                text = request.text = written
             for kind, marker in self.of.items():
                 self._check(kind, marker, text, given[kind])
+
+    def _written(self, text: str) -> str:
+        """A text whose markers are those that the processor looks for; some chat templates write the places instead.
+
+        A processor that places what a prompt lacks would have both.
+        """
+        for marker in self.of.values():
+            if marker.token is not None:
+                text = text.replace(marker.token, marker.shown)
+        return text
 
     def _check(self, kind: str, marker: Marker, text: str, items: Sequence[object]) -> None:
         if any(isinstance(one, dict) and "format" in one for one in items):
