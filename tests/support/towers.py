@@ -24,7 +24,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"target_modules": f"{BLOCKS}|{PROJECTORS}|{LANGUAGE}", "r": 8},
     "language": {"target_modules": LANGUAGE, "r": 8},
 }
-TOKENS = 6
+TOKENS = 10
 
 
 def make_adapters(root: Path, model: Path) -> dict[str, Path]:
