@@ -70,6 +70,8 @@ def test_adapters_answer_as_peft_does_in_every_mode(family: Served, images: int)
     kind, server, reference = family
     if images and not kind.shown:
         pytest.skip("a model of text only")
+    if images and kind.differs:
+        pytest.skip(kind.differs)
     text, names = prompt(kind, images), [None, "A", "B", "A"]
     shown = [[make_image(10 * row + i, kind.size) for i in range(images)] for row in range(len(names))]
     wanted = [reference.tokens(text, name, seen, TOKENS) for name, seen in zip(names, shown, strict=True)]
@@ -117,7 +119,10 @@ def test_markers_without_images_are_refused(family: Served) -> None:
     if not kind.shown:
         pytest.skip("a model of text only")
     picture = data_url(make_image(5, kind.size))
-    for markers, images in ((2, [picture]), (1, []), (0, [picture])):
+    wrong = [(2, [picture]), (1, [])]
+    if kind.base != "internvl":  # whose processor places a marker that lacks
+        wrong.append((0, [picture]))
+    for markers, images in wrong:
         body = {"text": prompt(kind, markers), "image_data": images, "sampling_params": {"max_new_tokens": 1}}
         reply = requests.post(f"{server.url}/generate", json=body, timeout=60)
         assert reply.status_code == 400, (markers, len(images), reply.text)
@@ -151,4 +156,5 @@ def test_tied_weights_have_an_adapter_each(tmp_path: Path) -> None:
         names: list[str | None] = [None, "A", "B"]
         wanted = [expected.tokens(text, name, [], TOKENS) for name in names]
         assert len({tuple(ids) for ids in wanted}) == 3, "the adapters must change the answer"
-        assert ask(server, [*names, "A"], text, [[]] * 4) == [*wanted, wanted[1]]
+        answers = ask(server, [*names, "A"], text, [[]] * 4)
+        assert [answer["output_ids"] for answer in answers] == [*wanted, wanted[1]]

@@ -138,7 +138,7 @@ def _gemma3(text: Config, tokens: Config, more: Config) -> nn.Module:
         image_token_index=tokens["image_token_id"],
         boi_token_index=tokens.get("boi_token_id", 104),
         eoi_token_index=tokens.get("eoi_token_id", 105),
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,  # SGLang takes no other
     )
     return Gemma3ForConditionalGeneration(config)
 
