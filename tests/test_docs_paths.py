@@ -11,7 +11,7 @@ import pytest
 from vlora_sgl.server_args import VLoraArgs, option_string
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile")]
 PAGES += sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.yaml")])
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 FLAGS = {option_string(item) for item in dataclasses.fields(VLoraArgs)}
