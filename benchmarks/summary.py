@@ -1,6 +1,7 @@
 """The project's measured figures: ``record`` appends one, ``python -m benchmarks.summary`` prints the newest of each.
 
 ``results/summary.json`` is a list of rows; only benchmarks write it, never a hand. The newest row of a name wins.
+``--markdown docs/figures.md`` writes them as a page, with where, when and by which command each was measured.
 """
 
 from __future__ import annotations
@@ -142,6 +143,35 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+PAGE = """\
+# Figures
+
+Written by `python -m benchmarks.summary --markdown docs/figures.md` from `benchmarks/results/summary.json`, which only
+benchmarks write. A ratio is of one run on one card. The number behind a figure names its command, below its table.
+"""
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown page of rows: a section for each first word of a name, its commands below its table."""
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        sections.setdefault(row["name"].partition(".")[0], []).append(row)
+    return "\n".join([PAGE, *(f"## {name}\n\n{section(found)}\n" for name, found in sections.items())]).rstrip() + "\n"
+
+
+def section(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of a section, and the commands that measured it."""
+    commands = list(dict.fromkeys(row["command"] for row in rows))
+    lines = ["| figure | value | unit | better | card | date | |", "|---|---:|---|---|---|---|---|"]
+    for row in rows:
+        better = "higher" if row["higher_is_better"] else "lower"
+        lines.append(
+            f"| `{row['name']}` | {row['value']:.4g} | {row['unit']} | {better} | {row['card']} | {row['date'][:10]} "
+            f"| {commands.index(row['command']) + 1} |"
+        )
+    return "\n".join([*lines, "", *(f"{number}. `{command}`" for number, command in enumerate(commands, 1))])
+
+
 def merge(source: Path, into: Path = SUMMARY) -> int:
     """Append the rows of another summary (measured on another machine) that are not here yet; return how many."""
     rows = read(into)
@@ -155,10 +185,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--summary", type=Path, default=SUMMARY, help="the file to read")
     parser.add_argument("--merge", type=Path, metavar="FILE", help="first append FILE's rows")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the figures as a page to FILE")
     args = parser.parse_args(argv)
     if args.merge:
         print(f"merged {merge(args.merge, args.summary)} rows")
-    print(table(newest(read(args.summary))))
+    found = newest(read(args.summary))
+    if args.markdown:
+        args.markdown.write_text(page(found))
+    else:
+        print(table(found))
 
 
 if __name__ == "__main__":

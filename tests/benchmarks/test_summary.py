@@ -48,3 +48,24 @@ def test_a_command_names_no_file_outside_the_repository(monkeypatch: pytest.Monk
     ]
     monkeypatch.setattr("sys.argv", [str(summary.ROOT / "tests" / "soak" / "__main__.py"), *rest])
     assert summary.running_command() == f"python -m tests.soak --tiny --summary {inside} --parts a b"
+
+
+def test_the_page_of_figures_is_the_summarys(tmp_path: Path) -> None:
+    written = tmp_path / "figures.md"
+    summary.main(["--markdown", str(written)])
+    shipped = summary.ROOT / "docs" / "figures.md"
+    assert shipped.read_text() == written.read_text(), "python -m benchmarks.summary --markdown docs/figures.md"
+
+
+def test_a_page_has_the_commands_of_its_figures(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    for name, command in (("a.one", "run it"), ("a.two", "run more"), ("a.three", "run it"), ("b.one", "run b")):
+        summary.record(name, 0.5, "ratio", True, command=command, card="a card", summary=path)
+    text = summary.page(summary.newest(summary.read(path)))
+    first, second = text.split("## b")
+    assert [line.split("|")[1].strip() for line in first.splitlines() if line.startswith("| `")] == [
+        "`a.one`",
+        "`a.three`",
+        "`a.two`",
+    ]
+    assert "1. `run it`\n2. `run more`" in first and "1. `run b`" in second
