@@ -134,6 +134,46 @@ def test_backend_applies_each_requests_adapter(backend: Any) -> None:
     assert torch.equal(out[2:5], (x @ w.T)[2:5])
 
 
+@pytest.mark.parametrize("adapters", [True, False])
+@pytest.mark.parametrize("unfit", ["", "inactive", "quantised", "vectors"])
+def test_a_projection_rotates_in_its_own_launch_where_adapters_are_in_it(
+    backend: Any, adapters: bool, unfit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the rotation is a launch of its own, behind what the layer gives without it."""
+    from vlora_sgl.lora import backend as module
+    from vlora_sgl.lora import layers
+
+    ran: list[Any] = []
+    monkeypatch.setattr(module, "atmm_rotated", lambda *given: ran.append(("one", *given)))
+    for place in (module, layers):
+        monkeypatch.setattr(place, "rotate_and_store", lambda *given: ran.append(("own", *given)))
+
+    class Projection(layers.AtmmQKVLinear):  # type: ignore[misc]
+        lora_active = unfit != "inactive"
+
+        def __init__(self) -> None:
+            base = {"weight": torch.eye(3), "bias": torch.ones(3), "skip_bias_add": False}
+            own = {"a": "a", "b": "b", "offsets": (0, 1, 2, 3), "lora_backend": backend}
+            own |= {"fusible": unfit != "quantised", "vectors": torch.zeros(4, 2, 3) if unfit == "vectors" else None}
+            self.__dict__.update(own, base_layer=types.SimpleNamespace(**base))
+
+        def forward(self, input_: torch.Tensor) -> Any:
+            return "qkv", None
+
+    backend.route([(((0, 1.0),), 2)] if adapters else [((), 2)], [4, 2, 3, 0], [0.5, 2.0, 1.0, 0.0])
+    rotation, x = types.SimpleNamespace(operands=("cos", "positions")), torch.zeros(2, 3)
+    layer = Projection()
+    layer.rotated(x, rotation)
+    ((how, first, *rest),) = ran
+    if unfit:
+        assert (how, first, rest) == ("own", "qkv", ["cos", "positions"])
+    elif not adapters:
+        assert how == "own" and torch.equal(first, torch.ones(2, 3)) and rest == ["cos", "positions"]
+    else:
+        assert how == "one" and first is x and rest[-1] is rotation
+        assert rest[1] is layer.base_layer.bias and rest[4] is backend.batch_info.routing
+
+
 def test_a_routed_slot_without_an_adapter_is_refused(backend: Any) -> None:
     with pytest.raises(ValueError, match="slot 1 is routed to but holds no adapter"):
         backend.route([(((1, 1.0),), 1)], [4, 0, 0, 0], [1.0] * 4)

@@ -14,7 +14,17 @@ import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
-from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, Vectors, atmm, atmm_linear, atmm_silu_and_mul, make_routing
+from vlora_sgl.kernels.atmm import (
+    DENSE_MAX_ROWS,
+    Rotation,
+    Routing,
+    Vectors,
+    atmm,
+    atmm_linear,
+    atmm_rotated,
+    atmm_silu_and_mul,
+    make_routing,
+)
 from vlora_sgl.kernels.atmm.launch import library_linear
 from vlora_sgl.kernels.atmm.row_routing import (
     DENSE_MAX_SLOTS,
@@ -29,6 +39,7 @@ from vlora_sgl.kernels.atmm.row_routing import (
     is_dense,
     mark,
 )
+from vlora_sgl.kernels.rotary import rotate_and_store
 from vlora_sgl.lora.vocabulary import cut, embed, embed_in_graph
 
 GRAPH_PAIRS = 2
@@ -337,6 +348,22 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         if not batch.in_graph and not batch.routing.has_adapters:
             return library_linear(x, weight, bias)
         return atmm_linear(x, weight, bias, a, b, batch.routing, offsets, vectors=vectors)
+
+    def rotated(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offsets: Sequence[int],
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        """``linear`` on stacked q, k and v, rotated and stored (see ``kernels.atmm.atmm_rotated``): q."""
+        batch = self.batch_info
+        if not batch.in_graph and not batch.routing.has_adapters:
+            return rotate_and_store(library_linear(x, weight, bias), *rotation.operands)
+        return atmm_rotated(x, weight, bias, a, b, batch.routing, offsets, rotation)
 
     def add(
         self,

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from vlora_sgl import _sgl
-from vlora_sgl.kernels.atmm import Vectors, on_kernels
+from vlora_sgl.kernels.atmm import Rotation, Vectors, on_kernels
 from vlora_sgl.kernels.atmm.launch import MAX_PARTS
+from vlora_sgl.kernels.rotary import rotate_and_store
 from vlora_sgl.lora.vocabulary import AtmmEmbedding, AtmmLMHead
 from vlora_sgl.seams import Place, Places
 
@@ -183,6 +184,13 @@ class AtmmSiluAndMul(nn.Module):
 
 class AtmmQKVLinear(Atmm, _sgl.QKVParallelLinearWithLoRA):
     """q, k and v of unequal widths."""
+
+    def rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Base and adapters, with q rotated, and k and v in the cache: q [M, HEADS * D]. For decoding."""
+        if self.lora_active and self.fusible and self.vectors is None:
+            weight = self.base_layer.weight
+            return self.lora_backend.rotated(x, weight, self.own_bias, self.a, self.b, self.offsets, rotation)
+        return rotate_and_store(self.forward(x)[0], *rotation.operands)
 
     def forward(self, input_: torch.Tensor) -> Output:
         return self.column_forward(input_) if self.lora_active else super().forward(input_)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,6 +140,52 @@ def test_decoding_rotates_and_stores_in_one_launch(monkeypatch: pytest.MonkeyPat
     for other in ((positions, x, batch(decodes=False)), (positions[0], x, batch(decodes=True))):
         assert forward(*other) == "SGLang's"
     assert len(given) == 1
+
+
+def test_where_adapters_are_in_the_projection_it_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Projection(decode_layers.AtmmQKVLinear):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.given: list[Any] = []
+
+        def rotated(self, x: torch.Tensor, rotation: Any) -> torch.Tensor:
+            self.given.append(rotation.operands)
+            return x[:, : layer.q_size] + 6
+
+    layer = Layer(rotary())
+    layer.__dict__["qkv_proj"] = projection = Projection()
+    monkeypatch.setattr(decode_layers, "rotate_and_store", lambda *_: pytest.fail("a launch of its own"))
+    pool = SimpleNamespace(get_kv_buffer=lambda layer_id: (f"k{layer_id}", f"v{layer_id}"))
+    positions, x = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, layer.q_size + 2 * layer.kv_size)
+    answer = Rotation(layer, pool)(positions, x, batch(decodes=True))
+    assert projection.given == [(layer.rotary_emb.cos_sin_cache, positions, "places", "k3", "v3", [8, 12, 12])]
+    assert torch.equal(answer, torch.full((2, layer.q_size), 13.0)) and layer.asked == [False]
+
+
+def names_seen(node: ast.AST) -> set[str]:
+    """Which of k and v a method of a backend looks into, but where there are any, or to store them."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) in ("k is not None", "save_kv_cache"):
+        return {name for child in node.orelse for name in names_seen(child)}
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return {node.value.id} & {"k", "v"}
+    return {name for child in ast.iter_child_nodes(node) for name in names_seen(child)}
+
+
+@pytest.mark.parametrize(
+    "module, backend",
+    [
+        ("flashattention_backend", "FlashAttentionBackend"),
+        ("flashinfer_backend", "FlashInferAttnBackend"),
+        ("triton_backend", "TritonAttnBackend"),
+    ],
+)
+def test_backends_need_no_k_and_v_that_are_in_the_cache(module: str, backend: str) -> None:
+    """As of layers that share a cache."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "srt" / "layers" / "attention" / f"{module}.py").read_text()
+    (made,) = (one for one in ast.parse(source).body if isinstance(one, ast.ClassDef) and one.name == backend)
+    seen = {one.name: names_seen(one) for one in made.body if isinstance(one, ast.FunctionDef)}
+    assert not seen["forward_decode"] and seen["forward_extend"], "the other is what a look at them is like"
 
 
 def test_what_a_rotation_replaces_is_sglangs_forward() -> None:

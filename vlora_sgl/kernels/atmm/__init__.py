@@ -14,18 +14,22 @@ import torch
 from vlora_sgl.kernels.atmm import launch
 from vlora_sgl.kernels.atmm.launch import tiles_of
 from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_silu_reference, atmm_torch
+from vlora_sgl.kernels.atmm.rotated import Rotation
 from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_ROWS, Group, Pairs, Routing, Vectors, make_routing
+from vlora_sgl.kernels.rotary import rotate_and_store
 from vlora_sgl.kernels.tiling import TilingTable
 
 __all__ = [
     "DENSE_MAX_ROWS",
     "Group",
     "Pairs",
+    "Rotation",
     "Routing",
     "Vectors",
     "atmm",
     "atmm_linear",
     "atmm_reference",
+    "atmm_rotated",
     "atmm_silu_and_mul",
     "atmm_silu_reference",
     "atmm_torch",
@@ -123,6 +127,40 @@ def atmm_linear(
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
     launch.run(tiles_of("grouped_write", a, b, routing, table), operands, bias=bias)
     return y.addmm_(x, weight.T)
+
+
+def atmm_rotated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    routing: Routing,
+    offsets: Sequence[int],
+    rotation: Rotation,
+    table: TilingTable | None = None,
+) -> torch.Tensor:
+    """``rotate_and_store`` of what ``atmm_linear`` gives for stacked q, k and v: q, with k and v in the cache.
+
+    For few rows one launch fewer than both; the bits are theirs.
+
+    Args:
+        offsets: bounds of q, k and v.
+        rotation: positions, angles and the cache. The others as in ``atmm_linear``.
+
+    Returns:
+        q, [M, HEADS * D], contiguous.
+
+    Raises:
+        ValueError: shapes, strides or dtypes that do not fit.
+    """
+    tiles = tiles_of("linear", a, b, routing, table) if routing.gates is not None else None
+    if tiles is None or not (on_kernels(x.device) and routing.rows and launch.can_rotate(tiles, rotation)):
+        qkv = atmm_linear(x, weight, bias, a, b, routing, offsets, table)
+        return rotate_and_store(qkv, *rotation.operands)
+    q = x.new_empty((routing.rows, offsets[1]))
+    launch.check_inputs(x, a, b, routing, offsets)
+    return launch.run_rotated(tiles, (q, x, a, b, routing, offsets), weight, bias, rotation)
 
 
 def atmm_silu_and_mul(

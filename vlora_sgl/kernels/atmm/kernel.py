@@ -228,6 +228,102 @@ def dense_shrink_kernel(
 
 
 @triton.jit
+def dense_sums(
+    x,
+    w,
+    b,
+    h,
+    active,
+    vectors,
+    marks,
+    m,
+    stride_x,
+    stride_w,
+    b_slot,
+    b_row,
+    cols,
+    end,
+    part,
+    split,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    ACTIVE_P: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+    V_SLOT: tl.constexpr,
+):
+    """A split's share of (x W^T + h B^T)^T for the columns ``cols`` < ``end`` of projection ``part``: [BN, BM].
+
+    With PDL W is streamed while the shrink runs, and h is waited for only then. So x must be complete when the
+    *shrink* starts its work: the shrink passes ``gdc_wait`` before it lets this kernel start. Split-K programs share
+    out the slots as they share out K. Products are W x^T, whose wide side is the weights' (``wgmma`` takes 64 and
+    more).
+
+    With ``vectors`` a row's product is divided by a merged adapter's factor before the slots' part joins it, in every
+    split alike; ``_to_output`` is left to the caller, behind the sum of the splits.
+    """
+    col_live = (cols < end)[:, None]
+    rows = tl.arange(0, BM)
+    row_live = rows < m
+    n_active = tl.load(active)
+    ragged = tl.load(active + 1)
+    order = tl.arange(0, ACTIVE_P)
+    words = tl.load(active + 2 + order, mask=order < ACTIVE, other=0)
+    k_low = tl.arange(0, RP)
+    b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k_low[None, :]  # [BN, RP]
+    h_ptrs = h + rows.to(tl.int64)[:, None] * (ACTIVE * C * RP) + (part * RP + k_low)[None, :]  # [BM, RP]
+    if PDL:
+        # B lies in L2 by the time W is through.
+        starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
+        starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
+        for i in range(split, n_active, SPLIT):
+            to_l2(starts + (_pick(words, i, ACTIVE_P) & 0xFFFF).to(tl.int64) * b_slot)
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    SPAN: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    first = split * SPAN
+    last = tl.minimum(first + SPAN, STEPS)
+    x_ptrs = x + rows.to(tl.int64)[:, None] * stride_x
+    w_ptrs = w + cols.to(tl.int64)[:, None] * stride_w
+    acc = tl.zeros((BN, BM), tl.float32)
+    for step in range(first, last):
+        k = step * BK + tl.arange(0, BK)
+        if K % BK == 0:
+            xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None], other=0.0, eviction_policy="evict_last")
+            wk = tl.load(w_ptrs + k[None, :], mask=col_live, other=0.0, eviction_policy="evict_first")
+        else:
+            xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
+            wk = tl.load(w_ptrs + k[None, :], mask=col_live & (k < K)[None, :], other=0.0)
+        acc = _dot(wk, xk.T, acc)
+    if vectors is not None:
+        row_words = tl.load(marks + rows, mask=row_live, other=0)[None, :]
+        if tl.max(row_words) != 0:
+            live = row_live[None, :] & col_live
+            acc = _to_product(acc, None, vectors, row_words, cols[:, None], live, V_SLOT, N)
+    if PDL:
+        gdc_wait()
+    # .cg: another multiprocessor has just written h.
+    if ragged == 0:
+        for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
+            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k_low, R, False)
+            low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
+            acc = _dot(b_tile, low.T, acc)
+    else:
+        for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
+            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k_low, R, True)
+            low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
+            acc = _dot(b_tile, low.T, acc)
+    return acc
+
+
+@triton.jit
 def dense_linear_kernel(
     x,
     w,
@@ -267,13 +363,7 @@ def dense_linear_kernel(
 ):
     """y = x W^T + bias + h B^T: the base GEMM with the expand as further reduction steps, behind a shrink.
 
-    With PDL it starts while the shrink runs, streams W, and waits for h only when it is through with W. So x must be
-    complete when the *shrink* starts its work: the shrink passes ``gdc_wait`` before it lets this kernel start.
-    Split-K programs share out the slots as they share out K. Products are W x^T, whose wide side is the weights'
-    (``wgmma`` takes 64 and more).
-
-    With ``vectors`` a row's product is divided by a merged adapter's factor before the slots' part joins it, in every
-    split alike, and the sum multiplied by the row's own factor at the end.
+    With ``vectors`` a row's output is multiplied by its own factor when the splits are summed.
     """
     pid = tl.program_id(0)
     tile = pid // SPLIT
@@ -284,63 +374,20 @@ def dense_linear_kernel(
     col_live = (cols < end)[:, None]
     rows = tl.arange(0, BM)
     row_live = rows < m
-    n_active = tl.load(active)
-    ragged = tl.load(active + 1)
-    order = tl.arange(0, ACTIVE_P)
-    words = tl.load(active + 2 + order, mask=order < ACTIVE, other=0)
-    k_low = tl.arange(0, RP)
-    b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k_low[None, :]  # [BN, RP]
-    h_ptrs = h + rows.to(tl.int64)[:, None] * (ACTIVE * C * RP) + (part * RP + k_low)[None, :]  # [BM, RP]
-    if PDL:
-        # B lies in L2 by the time W is through.
-        starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
-        starts += tl.minimum(tl.arange(0, (RP + 63) // 64) * 64, R - 1)[None, :]
-        for i in range(split, n_active, SPLIT):
-            to_l2(starts + (_pick(words, i, ACTIVE_P) & 0xFFFF).to(tl.int64) * b_slot)
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    SPAN: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
-    first = split * SPAN
-    last = tl.minimum(first + SPAN, STEPS)
-    x_ptrs = x + rows.to(tl.int64)[:, None] * stride_x
-    w_ptrs = w + cols.to(tl.int64)[:, None] * stride_w
-    acc = tl.zeros((BN, BM), tl.float32)
-    for step in range(first, last):
-        k = step * BK + tl.arange(0, BK)
-        if K % BK == 0:
-            xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None], other=0.0, eviction_policy="evict_last")
-            wk = tl.load(w_ptrs + k[None, :], mask=col_live, other=0.0, eviction_policy="evict_first")
-        else:
-            xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
-            wk = tl.load(w_ptrs + k[None, :], mask=col_live & (k < K)[None, :], other=0.0)
-        acc = _dot(wk, xk.T, acc)
-    if vectors is not None:
-        row_words = tl.load(marks + rows, mask=row_live, other=0)[None, :]
-        live = row_live[None, :] & col_live
-        marked = tl.max(row_words) != 0
-        if marked:
-            acc = _to_product(acc, None, vectors, row_words, cols[:, None], live, V_SLOT, O4)
-    if PDL:
-        gdc_wait()
-    # .cg: another multiprocessor has just written h.
-    if ragged == 0:
-        for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
-            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k_low, R, False)
-            low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
-            acc = _dot(b_tile, low.T, acc)
-    else:
-        for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
-            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k_low, R, True)
-            low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
-            acc = _dot(b_tile, low.T, acc)
-
+    acc = dense_sums(
+        x, w, b, h, active, vectors, marks, m, stride_x, stride_w, b_slot, b_row, cols, end, part, split,
+        K, O4, C, R, RP, ACTIVE, ACTIVE_P, SPLIT, STAGES, BM, BN, BK, PDL, V_SLOT,
+    )  # fmt: skip
     if SPLIT > 1:
         spot = lane[:, None] * BM + rows[None, :]
         own = partials + tile.to(tl.int64) * (SPLIT * BM * BN)
         if _leave_split(acc, own, spot, split, counters + tile, BM * BN) != SPLIT - 1:
             return
         acc = _sum_splits(own, spot, counters + tile, BM * BN, SPLIT)
-    if vectors is not None:  # noqa: SIM102 - the one is known when the kernel is compiled, the other when it runs
-        if marked:
+    if vectors is not None:
+        row_words = tl.load(marks + rows, mask=row_live, other=0)[None, :]
+        if tl.max(row_words) != 0:
+            live = row_live[None, :] & col_live
             acc = _to_output(acc, None, vectors, row_words, cols[:, None], live, V_SLOT, O4)
     if HAS_BIAS:
         acc += tl.load(bias + cols, mask=cols < end, other=0.0).to(tl.float32)[:, None]

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from vlora_sgl.kernels.atmm import activation, kernel
+from vlora_sgl.kernels.atmm import activation, kernel, rotated
 from vlora_sgl.kernels.atmm.row_routing import Routing, Vectors
 from vlora_sgl.kernels.devices import ARRIVALS, arrivals, early, is_hopper, shared_memory
 from vlora_sgl.kernels.tiling import Tile, TilingTable, pack, table_for
 
 MAX_PARTS = 4
+BOUNDS = ("O1", "O2", "O3", "O4")
 _SHARED = 160 << 10  # bytes that the pipeline of an expand may fill
 FIRST = {
     "linear": "linear_shrink",
@@ -168,6 +169,22 @@ def check(
     Raises:
         ValueError: says what was expected and what came.
     """
+    check_inputs(x, a, b, routing, offsets)
+    n = b.shape[1]
+    if y.shape[0] != routing.rows or y.shape[1] < n:
+        raise ValueError(f"y must be [{routing.rows}, >= {n}], got {tuple(y.shape)}")
+    _check_layout("y", y, x)
+    if vectors is not None:
+        slots = vectors.slots
+        if slots.shape != (routing.slots, 2, n) or slots.stride()[1:] != (n, 1) or slots.dtype != torch.float32:
+            raise ValueError(
+                f"vectors must be float32 [{routing.slots}, 2, {n}], each slot's contiguous, got {slots.dtype} "
+                f"{tuple(slots.shape)} with strides {slots.stride()}"
+            )
+
+
+def check_inputs(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Routing, offsets: Sequence[int]) -> None:
+    """``check``, where nothing is written to y."""
     parts, (places, n, r) = len(offsets) - 1, b.shape
     if not 1 <= parts <= MAX_PARTS:
         raise ValueError(f"1 to {MAX_PARTS} stacked projections are supported, got {parts}")
@@ -180,20 +197,50 @@ def check(
         raise ValueError(f"a must be [>= {wanted}, {parts} * {r}, K], got {tuple(a.shape)}, b {tuple(b.shape)}")
     if offsets[0] != 0 or offsets[-1] != n or list(offsets) != sorted(offsets):
         raise ValueError(f"offsets must rise from 0 to {n}, got {tuple(offsets)}")
-    if y.shape[0] != routing.rows or y.shape[1] < n:
-        raise ValueError(f"y must be [{routing.rows}, >= {n}], got {tuple(y.shape)}")
-    for name, tensor in (("y", y), ("x", x), ("a", a), ("b", b)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous along its last dimension, got strides {tensor.stride()}")
-        if tensor.dtype != x.dtype:
-            raise ValueError(f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}")
-    if vectors is not None:
-        slots = vectors.slots
-        if slots.shape != (routing.slots, 2, n) or slots.stride()[1:] != (n, 1) or slots.dtype != torch.float32:
-            raise ValueError(
-                f"vectors must be float32 [{routing.slots}, 2, {n}], each slot's contiguous, got {slots.dtype} "
-                f"{tuple(slots.shape)} with strides {slots.stride()}"
-            )
+    for name, tensor in (("x", x), ("a", a), ("b", b)):
+        _check_layout(name, tensor, x)
+
+
+def _check_layout(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must be contiguous along its last dimension, got strides {tensor.stride()}")
+    if tensor.dtype != x.dtype:
+        raise ValueError(f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}")
+
+
+def _dense_shrink(
+    x: torch.Tensor, a: torch.Tensor, rank: int, parts: int, routing: Routing, tile: Tile, start: Start
+) -> torch.Tensor:
+    """h [M, ACTIVE * C * RP] of every active slot."""
+    assert routing.gates is not None and routing.active is not None
+    slots, active, rp, pdl = routing.slots, routing.active_most, rank_pad(rank), is_hopper(x.device)
+    m, block_m = routing.rows, _dense_rows(routing)
+    shrink = fitting(tile, block_m, x.itemsize, shared_memory(x.device))
+    low_tiles = active * -(-parts * rp // shrink.block_n)
+    h = torch.empty((m, active * parts * rp), dtype=x.dtype, device=x.device)
+    start(
+        kernel.dense_shrink_kernel, (low_tiles * shrink.split_k,),
+        x, a, h, routing.gates, routing.active, _partials(x, low_tiles, shrink, block_m), arrivals(x.device, "shrink"),
+        m, x.stride(0), a.stride(0),
+        K=x.shape[1], C=parts, RP=rp, SLOTS=slots, ACTIVE=active, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n,
+        BK=shrink.block_k, PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **early(pdl),
+    )  # fmt: skip
+    return h
+
+
+def _dense_rows(routing: Routing) -> int:
+    """Rows of a dense program: all of them."""
+    return triton.next_power_of_2(max(routing.rows, 16))
+
+
+def _dense_options(tile: Tile, x: torch.Tensor, rank: int, routing: Routing) -> dict[str, int | bool]:
+    """Constants that what follows a dense shrink is compiled with, whatever it is."""
+    rp, block_m, pdl = rank_pad(rank), _dense_rows(routing), is_hopper(x.device)
+    return {
+        "R": rank, "RP": rp, "ACTIVE": routing.active_most, "ACTIVE_P": triton.next_power_of_2(routing.active_most),
+        "STAGES": _stages(tile, block_m, rp, 1, x), "BM": block_m, "BN": tile.block_n, "PDL": pdl,
+        "num_warps": tile.warps, **early(pdl),
+    }  # fmt: skip
 
 
 def _dense(
@@ -205,45 +252,66 @@ def _dense(
     start: Start,
 ) -> torch.Tensor:
     y, x, a, b, routing, offsets = operands
-    assert routing.gates is not None and routing.active is not None
-    slots, active, r, parts, k = routing.slots, routing.active_most, b.shape[2], len(offsets) - 1, x.shape[1]
-    rp, (o1, o2, o3, o4) = rank_pad(r), _bounds(offsets)
-    m, pdl = routing.rows, is_hopper(x.device)
-    block_m, shared = triton.next_power_of_2(max(m, 16)), shared_memory(x.device)
-    shrink, expand = fitting(tiles.shrink, block_m, x.itemsize, shared), tiles.expand
-    low_tiles = active * -(-parts * rp // shrink.block_n)
-    h = torch.empty((m, active * parts * rp), dtype=x.dtype, device=x.device)
-    extra = early(pdl)
-    start(
-        kernel.dense_shrink_kernel, (low_tiles * shrink.split_k,),
-        x, a, h, routing.gates, routing.active, _partials(x, low_tiles, shrink, block_m), arrivals(x.device, "shrink"),
-        m, x.stride(0), a.stride(0),
-        K=k, C=parts, RP=rp, SLOTS=slots, ACTIVE=active, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n,
-        BK=shrink.block_k, PDL=pdl, num_warps=shrink.warps, num_stages=shrink.stages, **extra,
-    )  # fmt: skip
-    columns, stages = _column_tiles(offsets, expand.block_n), _stages(expand, block_m, rp, 1, x)
-    common = {
-        "O1": o1, "O2": o2, "O3": o3, "O4": o4, "C": parts, "R": r, "RP": rp, "ACTIVE": active,
-        "ACTIVE_P": triton.next_power_of_2(active), "STAGES": stages, "BM": block_m, "BN": expand.block_n, "PDL": pdl,
-        "num_warps": expand.warps, "V_SLOT": _vector_slot(vectors), **extra,
-    }  # fmt: skip
+    r, parts, m, expand = b.shape[2], len(offsets) - 1, routing.rows, tiles.expand
+    h, common = _dense_shrink(x, a, r, parts, routing, tiles.shrink, start), _dense_options(expand, x, r, routing)
+    common |= {"V_SLOT": _vector_slot(vectors), **dict(zip(BOUNDS, _bounds(offsets), strict=True))}
+    columns = _column_tiles(offsets, expand.block_n)
     held_bias, slots_of_vectors, marks = _of_vectors(vectors, routing)
     if weight is None:
         start(
             kernel.dense_expand_kernel, (columns,),
             y, b, h, routing.active, held_bias, slots_of_vectors, marks, m, y.stride(0), b.stride(0), b.stride(1),
-            num_stages=1, **common,
+            C=parts, num_stages=1, **common,
         )  # fmt: skip
         return y
-    expand = fitting(expand, block_m, x.itemsize, shared)
+    block_m = _dense_rows(routing)
+    expand = fitting(expand, block_m, x.itemsize, shared_memory(x.device))
     start(
         kernel.dense_linear_kernel, (columns * expand.split_k,),
         x, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
         arrivals(x.device, "linear"), slots_of_vectors, marks, m, x.stride(0), y.stride(0), weight.stride(0),
         b.stride(0), b.stride(1),
-        K=k, HAS_BIAS=bias is not None, SPLIT=expand.split_k, BK=expand.block_k, num_stages=expand.stages, **common,
+        K=x.shape[1], C=parts, HAS_BIAS=bias is not None, SPLIT=expand.split_k, BK=expand.block_k,
+        num_stages=expand.stages, **common,
     )  # fmt: skip
     return y
+
+
+def can_rotate(tiles: Tiles, rotation: rotated.Rotation) -> bool:
+    """Whether ``run_rotated`` has tiles of whole pairs of columns: those of a head are cut into powers of two."""
+    width = rotation.k_cache.shape[2]
+    return tiles.end == "linear" and width % tiles.expand.block_n == 0 and width & (width - 1) == 0
+
+
+def run_rotated(
+    tiles: Tiles,
+    operands: Operands,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rotation: rotated.Rotation,
+    start: Start = launched,
+) -> torch.Tensor:
+    """Both launches of ``linear`` on stacked q, k and v, whose second rotates and stores (``rotated``).
+
+    Args:
+        operands: their first, y, is q: [M, HEADS * D], contiguous.
+    """
+    q, x, a, b, routing, _ = operands
+    (_, kv_heads, width), r, m = rotation.k_cache.shape, b.shape[2], routing.rows
+    h, common = _dense_shrink(x, a, r, 3, routing, tiles.shrink, start), _dense_options(tiles.expand, x, r, routing)
+    block_m = _dense_rows(routing)
+    expand = fitting(tiles.expand, block_m, x.itemsize, shared_memory(x.device))
+    columns = weight.shape[0] // expand.block_n
+    start(
+        rotated.dense_rotated_kernel, (columns * expand.split_k,),
+        x, weight, x if bias is None else bias, q, b, h, routing.active, _partials(x, columns, expand, block_m),
+        arrivals(x.device, "linear"), *rotation.operands[:5], m, x.stride(0), weight.stride(0), b.stride(0),
+        b.stride(1), rotation.positions.stride(0), rotation.k_cache.stride(0), rotation.v_cache.stride(0),
+        K=x.shape[1], HEADS=q.shape[1] // width, KV_HEADS=kv_heads, HALF=width // 2, FIRST=rotation.sections[0],
+        SECOND=rotation.sections[1], HAS_BIAS=bias is not None, SPLIT=expand.split_k, BK=expand.block_k,
+        num_stages=expand.stages, **common,
+    )  # fmt: skip
+    return q
 
 
 def _partials(x: torch.Tensor, tiles: int, tile: Tile, block_m: int) -> torch.Tensor:
