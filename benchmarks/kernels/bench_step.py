@@ -46,16 +46,18 @@ from benchmarks.summary import RESULTS, package_versions, record
 ADAPTERS = 8
 ANSWER = "@bench_step "
 MIXTURE_FLAG = "VLORA_BENCH_MIXTURE"
+APART_FLAG = "VLORA_BENCH_APART"
 VLLM_ENGINE = Path(__file__).with_name("vllm_engine.py")
 # Engine -> rank of its adapters, 0 for no LoRA. Those of one phase run side by side; the first one stays.
 PHASES: tuple[dict[str, int], ...] = (
-    {"off": 0, "off_triton": 0, "ours": 64, "stock": 64, "vllm": 64},
+    {"off": 0, "off_triton": 0, "ours": 64, "apart": 64, "stock": 64, "vllm": 64},
     {"ours16": 16, "slots64": 64, "each16": 16},
 )
 CASES = {
     "off": ("base",),
     "off_triton": ("base",),
     "ours": ("base", "one", "eight", "mixture"),
+    "apart": ("base", "one", "eight"),
     "stock": ("base", "one", "eight"),
     "ours16": ("base", "eight"),
     "slots64": ("eight",),
@@ -87,10 +89,13 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
     Latency depends on the routing alone, so adapter 0 is taken out of every other row without having been merged.
     """
+    from vlora_sgl.kernels.atmm import launch
     from vlora_sgl.lora.row_routing import RowRouting
     from vlora_sgl.startup import processes
 
     plain_adapter_loading()
+    if os.environ.get(APART_FLAG):
+        launch.can_rotate = lambda *_: False
     flag, own = Path(os.environ[MIXTURE_FLAG]), RowRouting.pairs_of
 
     def pairs_of(self: RowRouting, adapter: Any, merged: Any) -> tuple[tuple[int, float], ...]:
@@ -191,6 +196,7 @@ class Worker:
         shared = ["--rank", str(rank), "--directory", str(directory), "--batch", str(args.batch)]
         shared += ["--input", str(args.input), "--steps", str(args.steps)]
         environment = {**os.environ, MIXTURE_FLAG: str(directory / f"{name}.mixture")}
+        environment |= {APART_FLAG: "1"} if name == "apart" else {}
         if name == "vllm":
             command = [args.vllm_python, str(VLLM_ENGINE), "--adapters", str(ADAPTERS)]
             environment["PYTHONPATH"] = ""  # it has packages of its own
@@ -326,6 +332,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM: its engine is timed, too")
     parser.add_argument("--attention", help="--attention-backend of all but off_triton; by default SGLang's choice")
     parser.add_argument("--fast-paths", default="auto", choices=("auto", "off"), help="--vlora-fast-paths of ours")
+    parser.add_argument("--apart", action="store_true", help="ours with the rotation in a launch of its own, too")
     parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; nothing is recorded")
     parser.add_argument("--summary", type=Path, help="where the figures go")
@@ -336,8 +343,7 @@ def main() -> None:
     if args.engine:
         serve(args)
         return
-    if args.vllm_python is None:
-        args.skip = [*args.skip, "vllm"]
+    args.skip += [name for name, wanted in (("vllm", args.vllm_python), ("apart", args.apart)) if not wanted]
     began = time.monotonic()
     rows, figures = run_phases(args, began + args.limit)
     if not args.tiny:
