@@ -237,7 +237,7 @@ def test_vision_routes_answer_like_generate(server: Server, headed: dict[str, Pa
         answer = reply.json()
         assert (answer["object"], answer["model"], answer["head"]) == (f"vision.{task}", "H1", head)
         wanted = ask(server, "H1", head, image)
-        assert_close({key: answer[key] for key in wanted}, wanted, tolerance=1e-3)
+        assert_close({key: answer[key] for key in wanted}, wanted, tolerance=1e-3 * ROUNDING)
     schema = requests.get(f"{server.url}/openapi.json", timeout=30).json()
     assert {"/v1/vision/classify", "/v1/vision/count", "/v1/vision/detect"} <= schema["paths"].keys()
 

@@ -100,7 +100,8 @@ def check(out: torch.Tensor, exact: torch.Tensor, own: torch.Tensor) -> None:
     """At most four times torch's own error in the same dtype (and a few units of its last place)."""
     assert torch.isfinite(out).all(), "an output was left unwritten, or read past a slot's rank"
     floor = (own.double() - exact).abs().max().item() + 4 * torch.finfo(out.dtype).eps * exact.abs().max().item()
-    assert (out.double() - exact).abs().max().item() <= 4 * floor
+    error = (out.double() - exact).abs().max().item()
+    assert error <= 4 * floor, f"{error:.3g} is more than four times {floor:.3g}"
 
 
 def torch_own(y: Any, x: Any, a: Any, b: Any, groups: Any, ranks: Any, scalings: Any, offsets: Any) -> Any:

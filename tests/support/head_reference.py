@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.ties import COARSE
 from vlora_sgl.heads import Grid, load_heads
 from vlora_sgl.heads.worker import merge_images
 from vlora_sgl.platforms.cpu import is_plain_cpu
@@ -37,8 +38,8 @@ def question(text: str, images: int = 1) -> str:
     return f"<|im_start|>user\n{IMAGE_MARK * images}{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-ROUNDING = 1.0 if is_plain_cpu() else 10.0
-"""A GPU serves in float16 what the reference computes in float32."""
+ROUNDING = 1.0 if is_plain_cpu() else 40.0 if COARSE else 10.0
+"""A GPU serves in 16 bits what the reference computes in float32."""
 
 
 def assert_close(found: Any, wanted: Any, tolerance: float = 2e-3 * ROUNDING) -> None:

@@ -46,12 +46,12 @@ TEXT: Config = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,  # 16 numbers a head: the least that attention on a GPU takes
+    "num_key_value_heads": 1,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+_MROPE = {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 10000.0}
 _VISION_TOKENS = {
     "image_token_id": 100,
     "video_token_id": 101,
@@ -82,7 +82,7 @@ def _qwen2_vl(text: Config, tokens: Config, more: Config) -> nn.Module:
 
 def _qwen3_vl(text: Config, tokens: Config, more: Config) -> nn.Module:
     vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
-    text = {**text, "head_dim": 8, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+    text = {**text, "head_dim": 16, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
     config = Qwen3VLConfig(
         text_config=text,
         vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0], **more},
@@ -122,7 +122,7 @@ def _mistral3(text: Config, tokens: Config, more: Config) -> nn.Module:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Mistral3Config(
         vision_config={**small, "head_dim": 16, "image_size": 32, "patch_size": 8, "hidden_act": "silu", **more},
-        text_config=MistralConfig(**text, head_dim=8, sliding_window=None),
+        text_config=MistralConfig(**text, head_dim=16, sliding_window=None),
         image_token_index=tokens["image_token_id"],
         tie_word_embeddings=False,
     )
@@ -133,7 +133,7 @@ def _gemma3(text: Config, tokens: Config, more: Config) -> nn.Module:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Gemma3Config(
         vision_config={**small, "image_size": 32, "patch_size": 8, "vision_use_head": False, **more},
-        text_config=Gemma3TextConfig(**text, head_dim=8, sliding_window=16, sliding_window_pattern=2),
+        text_config=Gemma3TextConfig(**text, head_dim=16, sliding_window=16, sliding_window_pattern=2),
         mm_tokens_per_image=4,
         image_token_index=tokens["image_token_id"],
         boi_token_index=tokens.get("boi_token_id", 104),

@@ -289,7 +289,7 @@ class VLoraManager(_sgl.LoRAManager):
         )
 
     def first_layer(self) -> Any:
-        """The first decoder layer: ``layer(positions, hidden_states, forward_batch, residual)``."""
+        """The first decoder layer, whose ``forward`` takes ``hidden_states`` and ``forward_batch``."""
         name = next(iter(self.lora_modules[0]))
         head, marker, _ = name.partition("layers.0.")
         return self.base_model.get_submodule(head + marker.rstrip("."))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -179,9 +180,11 @@ def token_routing(runner: ModelRunner) -> Places:
         return "no routed adapter can be loaded (--vlora-max-routed 0, or not --lora-backend atmm)"
     layer, routing = manager.first_layer(), manager.token_routing
     own = layer.forward
+    names = list(signature(own).parameters)
+    places = [(name, names.index(name)) for name in ("hidden_states", "forward_batch")]  # they differ by model
 
     def forward(*args: object, **kwargs: object) -> Any:
-        _, x, forward_batch, *_ = (*args, *kwargs.values())
+        x, forward_batch = (args[at] if at < len(args) else kwargs[name] for name, at in places)
         routing.route(x, forward_batch)
         return own(*args, **kwargs)
 
