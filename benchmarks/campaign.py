@@ -82,6 +82,8 @@ JOBS = (
     Job("step", f"{KERNELS}.bench_step --attention triton --limit 290", 300),
     Job("default-step", f"{KERNELS}.bench_step --limit 290", 300),
     Job("default-long", f"{KERNELS}.bench_step --input 3072 --limit 590", 600),
+    Job("forms", f"{KERNELS}.bench_step --forms --attention triton --limit 290 --rows {{out}}/forms.json", 300),
+    Job("tower", f"{SERVING}.bench_tower --rows {{out}}/tower.json", 200),
     Job("modes", f"{SERVING}.bench_modes --rank 64 --rounds 2", 240),
     Job("atmm", f"{KERNELS}.bench_atmm --quick --workers 8", 180),
     Job("routing", f"{KERNELS}.bench_token_routing", 180),

@@ -3,6 +3,7 @@
     python -m benchmarks.kernels.bench_step --summary results/summary.json      # an H100, about 4 minutes
     python -m benchmarks.kernels.bench_step --vllm-python PATH --summary …      # vLLM's engine beside them
     python -m benchmarks.kernels.bench_step --shape 3b --skip stock             # a Qwen2.5-VL-3B, or llava-7b
+    python -m benchmarks.kernels.bench_step --forms --before TREE               # more than plain LoRA, about 3 minutes
     python -m benchmarks.kernels.bench_step --tiny                              # a check on a laptop, records nothing
 
 Random bfloat16 weights and adapters on all seven projections, batch 32, input 256, 64 decode steps. Each engine (stock
@@ -13,6 +14,11 @@ Triton attention (``off_triton``). A decode step is (time for 65 tokens - time f
 medians over the rounds. Nothing is merged: every adapter row goes through the operator. ``decode32_over_bytes`` is
 what 32 adapters of rank 16, one a row of 64 slots, add to a step, over the time that reading them takes at the rate of
 a device copy.
+
+``--forms`` times what is more than plain LoRA instead: rows of two and of four of the eight adapters, eight DoRA
+adapters, and beside them, with ``--before``, plain adapters and base rows by another checkout of this repository.
+``plain_step_change`` is the largest difference of those from this tree's, over LoRA off; positive is slower. Set
+``--attention``, as trees may choose differently.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +60,7 @@ PHASES: tuple[dict[str, int], ...] = (
     {"off": 0, "off_triton": 0, "ours": 64, "apart": 64, "stock": 64, "vllm": 64},
     {"ours16": 16, "slots64": 64, "each16": 16},
 )
+FORMS: dict[str, int] = {"off": 0, "forms": 64, "dora": 64, "before": 64}
 CASES = {
     "off": ("base",),
     "off_triton": ("base",),
@@ -63,6 +71,9 @@ CASES = {
     "slots64": ("eight",),
     "each16": ("each",),
     "vllm": ("base", "eight"),
+    "forms": ("base", "one", "eight", "combined2", "combined4"),
+    "dora": ("eight",),
+    "before": ("base", "one", "eight"),
 }
 SLOTS = {"slots64": 64, "each16": 64}
 SLOTS_FIGURE = "slots64_over_slots8"
@@ -79,6 +90,12 @@ FIGURES = {
 }
 # Figure over vLLM's engine -> (case of ours and of its, what is timed).
 VLLM_FIGURES = {"decode8_vs_vllm": ("eight", "step"), "prefill_base_vs_vllm": ("base", "prefill")}
+# Figure -> (engine, case) of a step over that of another.
+FORM_FIGURES = {
+    "dora_over_lora": (("dora", "eight"), ("forms", "eight")),
+    "combined4_over_2": (("forms", "combined4"), ("forms", "combined2")),
+}
+CHANGE_FIGURE = "plain_step_change"
 
 
 # In the engine's process
@@ -152,8 +169,17 @@ def adapters_of(case: str, batch: int) -> list[str | None] | None:
     """The adapter of every row."""
     if case == "base":
         return None
+    if case.startswith("combined"):
+        return [combined(i * ADAPTERS // batch, int(case.removeprefix("combined"))) for i in range(batch)]
     number = {"one": lambda _: 0, "each": lambda i: i}.get(case, lambda i: i * ADAPTERS // batch)
     return [f"adapter{number(i)}" for i in range(batch)]
+
+
+def combined(first: int, count: int) -> str:
+    """So many adapters as one, from this one on."""
+    from vlora_sgl.combined import written
+
+    return written({f"adapter{(first + i) % ADAPTERS}": 1 / count for i in range(count)})
 
 
 def adapters_for(engine: str, batch: int) -> int:
@@ -161,10 +187,15 @@ def adapters_for(engine: str, batch: int) -> int:
     return batch if "each" in CASES[engine] else ADAPTERS
 
 
+def folder(engine: str, rank: int) -> str:
+    """Where an engine's adapters lie, below the directory of all files."""
+    return f"{'dora' if engine == 'dora' else 'rank'}{rank}"
+
+
 def serve(args: argparse.Namespace) -> None:
     """Build one engine and time what standard input asks for: lines of (case, tokens)."""
     count = adapters_for(args.engine, args.batch) if args.rank else 0
-    adapters = [args.directory / f"rank{args.rank}" / f"adapter{i}" for i in range(count)]
+    adapters = [args.directory / folder(args.engine, args.rank) / f"adapter{i}" for i in range(count)]
     flag = Path(os.environ[MIXTURE_FLAG])
     engine = build(args.engine, adapters, args)
     prompts = [[100 + (31 * row + i) % 200 for i in range(args.input)] for row in range(args.batch)]
@@ -195,26 +226,37 @@ class Worker:
         """Start an engine; ``wait`` for its first answer."""
         shared = ["--rank", str(rank), "--directory", str(directory), "--batch", str(args.batch)]
         shared += ["--input", str(args.input), "--steps", str(args.steps)]
-        environment = {**os.environ, MIXTURE_FLAG: str(directory / f"{name}.mixture")}
+        environment, tree = {**os.environ, MIXTURE_FLAG: str(directory / f"{name}.mixture")}, None
         environment |= {APART_FLAG: "1"} if name == "apart" else {}
         if name == "vllm":
             command = [args.vllm_python, str(VLLM_ENGINE), "--adapters", str(ADAPTERS)]
             environment["PYTHONPATH"] = ""  # it has packages of its own
         else:
-            command = [sys.executable, "-m", "benchmarks.kernels.bench_step", "--engine", name]
+            own = name
+            if name == "before":  # which knows no such name
+                own, tree = "ours", args.before.resolve()
+                environment["PYTHONPATH"] = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+            command = [sys.executable, "-m", "benchmarks.kernels.bench_step", "--engine", own]
             command += ["--port", str(31000 + 1000 * number), "--fast-paths", args.fast_paths]
             command += [
                 *(["--tiny"] if args.tiny else []),
                 *(["--attention", args.attention] if args.attention else []),
             ]
-        log = (directory / f"{name}.log").open("w")
+        return cls.run([*command, *shared], directory / f"{name}.log", environment, tree)
+
+    @classmethod
+    def run(
+        cls, command: Sequence[str], log: Path, environment: Mapping[str, str], tree: Path | None = None
+    ) -> Worker:
+        """Start a process that answers, in the folder ``tree`` if that is not this one."""
         process = subprocess.Popen(
-            [*command, *shared],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=log.open("w"),
             text=True,
             env=environment,
+            cwd=tree,
             start_new_session=True,
         )
         worker = cls(process, queue.Queue())
@@ -305,6 +347,20 @@ def ratios(rows: list[dict[str, Any]], phase: int) -> dict[str, float]:
     return over if few is None or many is None else {**over, SLOTS_FIGURE: many["step_ms"] / few["step_ms"]}
 
 
+def form_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Figures of ``--forms``, of the engines that were measured."""
+    steps = {(row["engine"], row["case"]): row["step_ms"] for row in rows}
+    found = {
+        name: steps[one] / steps[other]
+        for name, (one, other) in FORM_FIGURES.items()
+        if one in steps and other in steps
+    }
+    changes = [steps["forms", case] - steps["before", case] for case in CASES["before"] if ("before", case) in steps]
+    if changes and ("off", "base") in steps:
+        found[CHANGE_FIGURE] = max(changes, key=abs) / steps["off", "base"]
+    return found
+
+
 def over_bytes(rows: list[dict[str, Any]], shape: str, rate: float) -> dict[str, float]:
     """What an adapter of its own adds to every row of a step, over the time that its bytes take.
 
@@ -334,6 +390,8 @@ def main() -> None:
     parser.add_argument("--fast-paths", default="auto", choices=("auto", "off"), help="--vlora-fast-paths of ours")
     parser.add_argument("--apart", action="store_true", help="ours with the rotation in a launch of its own, too")
     parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
+    parser.add_argument("--forms", action="store_true", help="what is more than plain LoRA instead")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="with --forms: another checkout to compare with")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; nothing is recorded")
     parser.add_argument("--summary", type=Path, help="where the figures go")
     parser.add_argument("--rows", type=Path, default=RESULTS / "kernels" / "step.json")
@@ -343,11 +401,12 @@ def main() -> None:
     if args.engine:
         serve(args)
         return
-    args.skip += [name for name, wanted in (("vllm", args.vllm_python), ("apart", args.apart)) if not wanted]
+    wanted = {"vllm": args.vllm_python, "apart": args.apart, "before": args.before}
+    args.skip += [name for name, given in wanted.items() if not given]
     began = time.monotonic()
     rows, figures = run_phases(args, began + args.limit)
     if not args.tiny:
-        figures |= over_bytes(rows, args.shape, copy_rate())
+        figures |= over_bytes(rows, args.shape, copy_rate()) if not args.forms else {}
     for name, value in figures.items():
         print(f"{name} {value:.3f}")
     print(f"{time.monotonic() - began:.0f} s")
@@ -372,6 +431,8 @@ def write_figures(figures: dict[str, float], args: argparse.Namespace) -> None:
     """To the summary: ``default.…`` with the attention that SGLang chooses, ``atmm.model.…`` with Triton's."""
     prefix, suffix = "atmm.model" if args.attention == "triton" else "default", ".long" if args.input > 1024 else ""
     known = {*(f"{name}_over_off" for name in FIGURES), SLOTS_FIGURE, BYTES_FIGURE, *VLLM_FIGURES}
+    for name in sorted(figures.keys() & {*FORM_FIGURES, CHANGE_FIGURE}):
+        record(f"formats.{name}", figures[name], "ratio", False, summary=args.summary)
     for name in sorted(figures.keys() & known):
         record(
             f"{prefix}.{SHAPES[args.shape].figure}{name}{suffix}", figures[name], "ratio", False, summary=args.summary
@@ -391,9 +452,12 @@ def write_models(directory: Path, engines: dict[str, int], args: argparse.Namesp
     """The model and the adapters of these engines; for vLLM's the language model alone."""
     make = make_model if SHAPES[args.shape].sees else make_language_model
     model = make(directory / "model", args.tiny, args.shape)
-    for rank in sorted({rank for name, rank in engines.items() if name != "vllm"} - {0}):
-        count = max(adapters_for(name, args.batch) for name, own in engines.items() if own == rank)
-        make_adapters(directory / f"rank{rank}", model, [f"adapter{i}" for i in range(count)], rank)
+    ours = {name: rank for name, rank in engines.items() if rank and name != "vllm"}
+    for where in sorted({folder(*one) for one in ours.items()}):
+        beside = {name: rank for name, rank in ours.items() if folder(name, rank) == where}
+        count = max(adapters_for(name, args.batch) for name in beside)
+        names, dora = [f"adapter{i}" for i in range(count)], "dora" in beside
+        make_adapters(directory / where, model, names, max(beside.values()), dora=dora)
     if "vllm" in engines:
         rank = engines["vllm"]
         language = make_language_model(directory / "language", args.tiny, args.shape)
@@ -405,7 +469,8 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
     rows: list[dict[str, Any]] = []
     figures: dict[str, float] = {}
     workers: dict[str, Worker] = {}
-    phases = [{name: rank for name, rank in phase.items() if name not in args.skip} for phase in PHASES]
+    phases = (FORMS,) if args.forms else PHASES
+    phases = [{name: rank for name, rank in phase.items() if name not in args.skip} for phase in phases]
     if args.together:
         phases = [{name: rank for phase in phases for name, rank in phase.items()}]
     with tempfile.TemporaryDirectory() as scratch:
@@ -423,7 +488,7 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
                         workers.pop(name).stop()
                 print(f"phase {phase}: {', '.join(workers)} ready", flush=True)
                 rows += [{**row, "phase": phase} for row in measure(workers, args, deadline)]
-                figures |= ratios(rows, phase)
+                figures |= form_figures(rows) if args.forms else ratios(rows, phase)
         finally:
             for worker in workers.values():
                 worker.stop()

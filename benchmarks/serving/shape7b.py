@@ -179,7 +179,12 @@ def allow_large_images(settings: Any) -> None:
 
 
 def make_adapters(
-    root: Path, model: Path, names: Iterable[str], rank: int, projections: Sequence[str] = PROJECTIONS
+    root: Path,
+    model: Path,
+    names: Iterable[str],
+    rank: int,
+    projections: Sequence[str] = PROJECTIONS,
+    dora: bool = False,
 ) -> dict[str, Path]:
     """Write random PEFT adapters on these projections, bfloat16, one directory per name below ``root``.
 
@@ -199,14 +204,47 @@ def make_adapters(
             width_in, width_out = shapes[name]
             block = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             stem = f"base_model.model.{layers}.{layer}.{block}.{name}"
-            for part, shape in (("lora_A", (rank, width_in)), ("lora_B", (width_out, rank))):
-                tensors[f"{stem}.{part}.weight"] = (torch.randn(shape) * 0.01).to(torch.bfloat16)
+            tensors |= _random_pair(stem, rank, width_in, width_out)
+            if dora:
+                tensors[f"{stem}.lora_magnitude_vector"] = torch.rand(width_out).add(0.5).to(torch.bfloat16)
+    return _write_adapters(root, names, tensors, rank, list(projections), dora)
+
+
+def make_tower_adapters(root: Path, model: Path, names: Iterable[str], rank: int) -> dict[str, Path]:
+    """As ``make_adapters``, on every linear of a Qwen2.5-VL's vision tower and its projector, and on nothing else."""
+    vision = json.loads((model / "config.json").read_text())["vision_config"]
+    hidden, inner = vision["hidden_size"], vision["intermediate_size"]
+    merged = hidden * vision.get("spatial_merge_size", 2) ** 2
+    block = {"attn.qkv": (hidden, 3 * hidden), "attn.proj": (hidden, hidden)}
+    block |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (hidden, inner)) | {"mlp.down_proj": (inner, hidden)}
+    shapes = {f"blocks.{i}.{name}": shape for i in range(vision["depth"]) for name, shape in block.items()}
+    shapes |= {"merger.mlp.0": (merged, merged), "merger.mlp.2": (merged, vision["out_hidden_size"])}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        tensors |= _random_pair(f"base_model.model.model.visual.{name}", rank, *shape)
+    return _write_adapters(root, names, tensors, rank, sorted(f"visual.{name}" for name in shapes))
+
+
+def _random_pair(stem: str, rank: int, width_in: int, width_out: int) -> dict[str, torch.Tensor]:
+    shapes = {"lora_A": (rank, width_in), "lora_B": (width_out, rank)}
+    return {f"{stem}.{part}.weight": torch.randn(shape).mul(0.01).to(torch.bfloat16) for part, shape in shapes.items()}
+
+
+def _write_adapters(
+    root: Path,
+    names: Iterable[str],
+    tensors: dict[str, torch.Tensor],
+    rank: int,
+    targets: list[str],
+    dora: bool = False,
+) -> dict[str, Path]:
     adapter = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": list(projections),
+        "target_modules": targets,
         "bias": "none",
+        "use_dora": dora,
     }
     first = next(iter(tensors))
     directories = {}

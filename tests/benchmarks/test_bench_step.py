@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.kernels import bench_step
-from benchmarks.kernels.bench_step import CASES, PHASES, Worker, adapters_of, over_bytes, ratios, write_figures
+from benchmarks.kernels.bench_step import (
+    CASES,
+    FORMS,
+    PHASES,
+    Worker,
+    adapters_of,
+    form_figures,
+    over_bytes,
+    ratios,
+    write_figures,
+)
 from benchmarks.serving.shape7b import SHAPES, adapter_numbers
 from benchmarks.summary import read
+from vlora_sgl.combined import parts
 
 STUB = '''
 """As much of vLLM as the benchmark's engine asks for; it checks what it is asked."""
@@ -76,6 +88,27 @@ def test_rows_have_the_adapters_that_a_case_says(case: str, different: int) -> N
     assert named is not None and len(named) == 32 and len(set(named)) == different
     engines = [name for name, cases in CASES.items() if case in cases]
     assert all(bench_step.adapters_for(name, 32) >= different for name in engines)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_rows_of_several_adapters_use_all_eight(count: int) -> None:
+    named = adapters_of(f"combined{count}", 32)
+    assert named is not None and len(named) == 32 and len(set(named)) == 8
+    together = [[adapter for adapter, _ in parts(str(name))] for name in named]
+    assert all(len(set(own)) == count for own in together) and len({*chain(*together)}) == 8
+
+
+def test_figures_of_forms(tmp_path: Path) -> None:
+    plain = {"off__base": 4.0, "forms__base": 4.02, "forms__one": 5.0, "forms__eight": 6.0}
+    made = rows(**plain, forms__combined2=6.0, forms__combined4=7.2, dora__eight=6.3)
+    found = form_figures(made)
+    assert found == {"dora_over_lora": pytest.approx(1.05), "combined4_over_2": pytest.approx(1.2)}
+    more = form_figures([*made, *rows(before__base=4.0, before__one=5.0, before__eight=6.04)])
+    assert more["plain_step_change"] == pytest.approx(-0.01), "the largest, whichever way it goes"
+    args = type("", (), {"attention": None, "input": 256, "shape": "7b", "summary": tmp_path / "summary.json"})
+    write_figures(more, args)  # type: ignore[arg-type]
+    assert {row["name"] for row in read(args.summary)} == {f"formats.{name}" for name in more}  # type: ignore[attr-defined]
+    assert all(CASES[name] for name in FORMS)
 
 
 WANTED = """
