@@ -119,7 +119,7 @@ def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("mode", ["unmerged", "merged", "mixture"])
 def test_one_image_and_one_each(tower: Tower, mode: str) -> None:
-    for seeds in ((8,), (1, 2, 3, 4, 5, 6)):
+    for seeds in ((5,), (1, 2, 3, 4, 5, 6)):
         wanted = [tower.wanted(name, seed) for name, seed in zip(NAMES, seeds * (6 // len(seeds)), strict=True)]
         if len(seeds) == 1:
             assert len({tuple(ids) for ids in wanted}) == len(NAMES), "the adapters must change the answer"

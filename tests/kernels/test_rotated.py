@@ -91,7 +91,8 @@ def test_kernel_leaves_the_bits_of_both(
     assert q.is_contiguous() and q.shape == expected.shape
     for found, wanted in ((q, expected), (once.k_cache, apart.k_cache), (once.v_cache, apart.v_cache)):
         if CUDA:  # the compiler may contract a product and a sum in one and not in the other
-            torch.testing.assert_close(found, wanted, rtol=torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
+            atol = 4 * torch.finfo(torch.float32).eps * wanted.nan_to_num().abs().max().item()
+            torch.testing.assert_close(found, wanted, rtol=torch.finfo(dtype).eps, atol=atol, equal_nan=True)
         else:
             assert torch.equal(found.nan_to_num(1e4), wanted.nan_to_num(1e4))
     x, weight, bias, *rest = (t.double() if isinstance(t, torch.Tensor) else t for t in given)
