@@ -45,7 +45,7 @@ slow: setup ## the tests that start engines of their own, which test leaves out 
 	$(PY) -m pytest --slow -m slow tests
 
 families: setup ## tiny models of every family, each on a server of its own (minutes)
-	$(PY) -m pytest tests/e2e/test_families.py --slow
+	$(PY) -m benchmarks.families
 
 real: setup ## a real 135M model from a package: trained, served in every mode, exported (half an hour on two cores)
 	$(PY) -m benchmarks.real

@@ -1,0 +1,87 @@
+"""A tiny model of every family on a server of its own, compared with transformers + PEFT: a row for each.
+
+    python -m benchmarks.families                       # on this machine, one after the other (minutes)
+    python -m benchmarks.families --workers 6 --only llama qwen2_vl
+
+Each family is a run of tests/e2e/test_families.py. ``equal``: every check passed. ``equal for text``: those with
+images were left out, for the reason that the family's entry in tests/support/served_families.py gives. Anything else
+fails the command. What a GPU's servers need besides is in ``VLORA_TEST_SERVER_ARGS``, which
+benchmarks.serving.smoke_gpu sets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.summary import SUMMARY, record
+
+EQUAL, TEXT, DIFFERS = "equal", "equal for text", "differs"
+COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
+
+
+class Row(NamedTuple):
+    """A family's outcome: its name, a word, checks passed, seconds, and the end of what was printed if it failed."""
+
+    family: str
+    outcome: str
+    checks: int
+    seconds: float
+    failure: str = ""
+
+
+def outcome(status: int, printed: str, sees: bool) -> tuple[str, int]:
+    """The word for a run of pytest, and how many checks passed.
+
+    Args:
+        status: pytest's.
+        printed: its output, whose last line counts.
+        sees: whether the family's model takes images; where it does not, checks of images are skipped.
+    """
+    counts = {kind: int(number) for number, kind in COUNTS.findall(printed.strip().rpartition("\n")[2])}
+    if status or not counts.get("passed"):
+        return DIFFERS, counts.get("passed", 0)
+    return (TEXT if sees and counts.get("skipped") else EQUAL), counts["passed"]
+
+
+def check(family: str, sees: bool) -> Row:
+    """Run one family's tests in a process of its own."""
+    begun = time.perf_counter()
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["--slow", "tests/e2e/test_families.py", "-k", f"[{family}- or [{family}]"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    word, checks = outcome(done.returncode, done.stdout, sees)
+    failure = done.stdout[-3000:] if word == DIFFERS else ""
+    return Row(family, word, checks, time.perf_counter() - begun, failure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the families. Returns 1 if one differs."""
+    from tests.support.served_families import FAMILIES
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--workers", type=int, default=1, help="families at once")
+    parser.add_argument("--summary", type=Path, default=SUMMARY, help="where the figure goes, if all families ran")
+    args = parser.parse_args(argv)
+    rows = []
+    with ThreadPoolExecutor(args.workers) as pool:
+        for row in pool.map(lambda name: check(name, bool(FAMILIES[name].shown)), args.only):
+            print(f"{row.family:16s} {row.outcome:14s} {row.checks} checks, {row.seconds:.0f} s", flush=True)
+            print(row.failure, end="", flush=True)
+            rows.append(row)
+    if args.only == list(FAMILIES):
+        equal = sum(row.outcome == EQUAL for row in rows)
+        record("families.equal", equal, f"of {len(rows)} families", True, summary=args.summary)
+    return int(any(row.outcome == DIFFERS for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
