@@ -39,7 +39,7 @@ class Family:
         backend: what resizes its images on a server.
         more_tokens: special tokens that it has besides.
         served: writes the checkpoint that is served, if that is in another layout than transformers'.
-        differs: why answers about images are not compared.
+        blind: what a CPU's server says of its images, if it refuses them.
     """
 
     base: str
@@ -51,7 +51,7 @@ class Family:
     backend: str = "pil"
     more_tokens: dict[str, str] | None = None
     served: Callable[[nn.Module, Any, Path], None] | None = None
-    differs: str = ""
+    blind: str = ""
 
 
 def save(name: str, root: Path, **text: Any) -> tuple[Path, Path]:
@@ -326,7 +326,7 @@ FAMILIES = {
         processor=_gemma_processor,
         more_tokens=GEMMA,
         served=_save_published_gemma,
-        differs="on a CPU SGLang's Gemma 3 answers otherwise about images than transformers; why is not known",
+        blind="images of Gemma 3 need --attention-backend triton",
     ),
 }
 

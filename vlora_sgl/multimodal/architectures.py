@@ -9,6 +9,8 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+from vlora_sgl.multimodal import gemma3
+
 LLAVA = "vlora_sgl.multimodal.llava"
 
 MODELS = {"LlavaForConditionalGeneration": f"{LLAVA}:Llava", "LlavaLlamaForCausalLM": f"{LLAVA}:LlavaOriginal"}
@@ -23,7 +25,9 @@ def get_model_architecture(original: Callable[..., Any], model_config: Any) -> t
 
 def get_mm_processor(original: Callable[..., Any], hf_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps SGLang's: what reads the images of a model's requests, without what only passes them on to it."""
-    if MODELS.keys().isdisjoint(hf_config.architectures or ()):
+    named = hf_config.architectures or ()
+    if MODELS.keys().isdisjoint(named):
         found = original(hf_config, *args, **kwargs)
-        return getattr(found, "inner", found)
+        found = getattr(found, "inner", found)
+        return gemma3.processor_of(found, args[0]) if gemma3.ARCHITECTURE in named else found
     return pkgutil.resolve_name(f"{LLAVA}:processor_of")(original, hf_config, *args, **kwargs)
