@@ -48,7 +48,7 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 NAMED = (  # what code of ours compares classes with
     *("Qwen2Attention", "MRotaryEmbedding", "Qwen2_5_VisionTransformer", "Qwen2VLForConditionalGeneration"),
-    "Qwen2_5_VLForConditionalGeneration",
+    *("Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration"),
     *("FlashAttentionBackend", "TorchNativeAttnBackend", "TritonAttnBackend"),
 )
 

@@ -144,6 +144,7 @@ NAMES: dict[str, str] = {
     "LogitsProcessor": "sglang.srt.layers.logits_processor:LogitsProcessor",
     "LlavaForConditionalGeneration": "sglang.srt.models.llava:LlavaForConditionalGeneration",
     "LlavaLlamaForCausalLM": "sglang.srt.models.llava:LlavaLlamaForCausalLM",
+    "Gemma3ForConditionalGeneration": "sglang.srt.models.gemma3_mm:Gemma3ForConditionalGeneration",
     "CLIPVisionModel": "sglang.srt.models.clip:CLIPVisionModel",
     "default_weight_loader": "sglang.srt.model_loader.weight_utils:default_weight_loader",
     "Qwen2VLForConditionalGeneration": "sglang.srt.models.qwen2_vl:Qwen2VLForConditionalGeneration",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import ModelRunner
 from vlora_sgl.errors import RequestError
 from vlora_sgl.seams import Place, Places
@@ -41,7 +42,7 @@ def processor_of(found: Any, server_args: Any) -> Any:
 def masks(runner: ModelRunner) -> Places:
     """What stands in the place of ``prepare_attn_masks``: SGLang's, given no images for rows of text."""
     model: Any = runner.model
-    if type(model).__name__ != ARCHITECTURE:
+    if not _sgl.is_a(model, ARCHITECTURE):
         return f"the model is no {ARCHITECTURE}"
     own = model.prepare_attn_masks
 
