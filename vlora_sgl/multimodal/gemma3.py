@@ -21,7 +21,7 @@ TEXT = SimpleNamespace(mm_items=())
 
 
 def processor_of(found: Any, server_args: Any) -> Any:
-    """SGLang's processor ``found`` of Gemma 3. Where the server's prefill attention is not Triton's, it takes text only.
+    """SGLang's processor ``found`` of Gemma 3; it takes text only where prefills have another attention than Triton's.
 
     There its ``process_mm_data_async`` raises ``RequestError``.
     """
