@@ -37,6 +37,7 @@ WRONG = {
     "base:adapter": "base:a",
     "a colon": ":",
     "NAME=DIR": "a=b",
+    "NAME@VERSION": "a@3",
     "the base model": "default",
     "the served name": "served",
     "the model's path": "/models/base",
@@ -56,7 +57,8 @@ def test_what_no_adapter_can_be_called(name: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a", "A b", "base", "org/name", "/dir/a", "Ünïcode", "数字", "a.b-c_d", "a" * MOST_CHARS]
+    "name",
+    ["a", "A b", "base", "org/name", "/dir/a", "Ünïcode", "数字", "a.b-c_d", "a@b", "a@0", "@3", "a" * MOST_CHARS],
 )
 def test_what_adapters_may_be_called(name: str) -> None:
     assert check_adapter_name(name, ("served", "/models/base")) == name

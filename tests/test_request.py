@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vlora_sgl.core import InferenceMode, RequestParams, ServiceClass
+from vlora_sgl.core import InferenceMode, RequestParams, ServiceClass, Version
 from vlora_sgl.errors import RequestError
 from vlora_sgl.request import RequestState, show, tell
 
@@ -69,9 +70,9 @@ def step(rows: list[Any], mode: InferenceMode | None = InferenceMode.MERGED) -> 
         req.output_ids.append(0)
 
 
-def shown(req: Any, name: str | None = "A") -> Any:
+def shown(req: Any, name: str | None = "A", versions: Sequence[Version] = ()) -> Any:
     meta_info = {"id": "x"} | ({"vlora": req.told} if req.told else {})
-    assert show(meta_info, name) == meta_info["vlora"] and meta_info["id"] == "x"
+    assert show(meta_info, name, versions) == meta_info["vlora"] and meta_info["id"] == "x"
     return meta_info["vlora"]
 
 
@@ -85,6 +86,9 @@ def test_a_client_is_told_once_and_always_in_one_dict() -> None:
     assert shown(traced) == {"adapter": "A", "modes": ["merged", "unmerged"], "reuse": reuse}
     assert shown(headed, None) == {"adapter": None, "reuse": reuse, "head": head}
     assert shown(row(), "B") == {"adapter": "B"}
+    assert shown(row(), "B@3", [("B", 3)]) == {"adapter": "B", "version": 3}
+    both = shown(row(), '{"A": 0.5, "B@3": 2}', [("B", 3), ("A", 1)])
+    assert both == {"adapter": None, "adapters": {"A": 0.5, "B@3": 2.0}, "versions": ["A@1", "B@3"]}
     assert headed.vlora.answer == {"reuse": reuse, "head": head}
 
 

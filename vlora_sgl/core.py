@@ -21,6 +21,9 @@ AdapterId = str | None
 """Identity of an adapter inside the engine. ``None`` is the base model, which counts as an adapter everywhere; of
 several adapters as one it is the text of ``combined``."""
 
+Version = tuple[str, int]
+"""An adapter's name, and the number of one of its versions."""
+
 MAX_IMAGE_PIXELS = 2**26
 """Most pixels of an image that is opened, unless told otherwise: what a telephone's camera of 64 megapixels takes."""
 

@@ -5,6 +5,7 @@ VLoraError                      anything of ours; catch this to catch all
 +-- ContractError (ImportError) this SGLang is not the one we extend; the operator must install the pinned one
 +-- AdapterError (ValueError)   an adapter that cannot be loaded as it is; the message names the tensor or key
 |   +-- AdapterNameError        a name that no adapter can have, or that another has
+|   +-- AdapterUnavailableError an adapter that cannot be had now; ask again later
 +-- UnknownAdapterError (KeyError)  no adapter of that name; carries the names that exist
 +-- HeadError (ValueError)      a vision head that is missing, malformed or does not fit
 +-- RequestError (ValueError)   a request that cannot be served as asked
@@ -76,6 +77,12 @@ class AdapterNameError(AdapterError):
     """A name that an adapter cannot have, or that another has already."""
 
 
+class AdapterUnavailableError(AdapterError):
+    """An adapter that cannot be had now, for a reason that may pass."""
+
+    http_status = 503
+
+
 class UnknownAdapterError(VLoraError, KeyError):
     """A name that no loaded adapter has.
 
@@ -108,12 +115,13 @@ class BodyTooLargeError(RequestError):
 
     Args:
         most: bytes that it takes.
+        flag: the setting that says so.
     """
 
     http_status = 413
 
-    def __init__(self, most: int) -> None:
-        super().__init__(f"the body must have {most} bytes at most (--vlora-max-body-bytes)")
+    def __init__(self, most: int, flag: str = "--vlora-max-body-bytes") -> None:
+        super().__init__(f"the body must have {most} bytes at most ({flag})")
 
 
 class ImageError(RequestError):
@@ -139,9 +147,14 @@ class StoppingError(VLoraError, RuntimeError):
 
 
 class WaitError(VLoraError, RuntimeError):
-    """What was waited for has not come within ``--vlora-wait-seconds``; the message names it."""
+    """What was waited for has not come within ``--vlora-wait-seconds``; the message names it.
+
+    Attributes:
+        begun: whether it goes on.
+    """
 
     http_status = 504
+    begun = True
 
     def __str__(self) -> str:
         return str(self.args[0])

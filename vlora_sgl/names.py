@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +21,7 @@ MOST_PATH_CHARS, MOST_PART_BYTES = 4096, 255
 DEFAULT = "default"
 """The base model, by whatever name it is served."""
 
+_VERSION = re.compile(r"(.+)@([1-9][0-9]{0,8})", re.DOTALL)
 _FORM = f"1 to {MOST_CHARS} printable characters, no space at either end"
 
 
@@ -35,9 +37,30 @@ def check_adapter_name(name: object, bases: Iterable[str] = ()) -> str:
     """
     if not isinstance(name, str) or not _formed(name) or ":" in name or "=" in name:
         raise AdapterNameError(f"an adapter's name must be {_FORM}, without ':' and '='; got {quoted(name)}")
+    if split_version(name)[1] is not None:
+        raise AdapterNameError(f"an adapter's name must not end in @NUMBER, which is a version; got {quoted(name)}")
     if name in (DEFAULT, *bases):
         raise AdapterNameError(f"{quoted(name)} is the base model's name, and cannot be an adapter's")
     return name
+
+
+def split_version(name: str) -> tuple[str, int | None]:
+    """An adapter's name and the number of its version, if it gives one.
+
+    >>> split_version("fire@3"), split_version("fire"), split_version("me@home")
+    (('fire', 3), ('fire', None), ('me@home', None))
+    """
+    match = _VERSION.fullmatch(name)
+    return (name, None) if match is None else (match[1], int(match[2]))
+
+
+def versioned(name: str, number: int) -> str:
+    """The name of one version of an adapter.
+
+    >>> versioned("fire", 3)
+    'fire@3'
+    """
+    return f"{name}@{number}"
 
 
 def check_path(path: object) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlora_sgl.combined import is_combined, parts
-from vlora_sgl.core import InferenceMode, RequestParams
+from vlora_sgl.core import InferenceMode, RequestParams, Version
+from vlora_sgl.names import versioned
 
 KEY = "vlora"
 
@@ -61,20 +62,26 @@ def tell(reqs: Sequence[Any], output: Any, mode: InferenceMode | None) -> None:
         output.customized_info = {**(output.customized_info or {}), KEY: told}
 
 
-def show(meta_info: dict[str, Any], adapter: str | None) -> dict[str, Any]:
-    """Put what the tokens carried into one dict of ``meta_info``: ``adapter``, and ``modes``, ``reuse``, ``head``.
+def show(meta_info: dict[str, Any], adapter: str | None, versions: Sequence[Version] = ()) -> dict[str, Any]:
+    """Put what the tokens carried into one dict of ``meta_info``: ``adapter``, ``version``, and ``modes``, ``reuse``,
+    ``head``.
 
-    Where several adapters answered as one, ``adapter`` is ``None`` and ``adapters`` has their scales.
+    Where several adapters answered as one, ``adapter`` is ``None``, ``adapters`` has their scales and ``versions``
+    their names with the numbers.
 
     Args:
         meta_info: an answer's, changed in place.
-        adapter: the name of the adapter that served, ``None`` for the base model.
+        adapter: the name of the adapter that served as it was asked for, ``None`` for the base model.
+        versions: of what served.
     Returns:
         the dict.
     """
     shown: dict[str, Any] = {"adapter": adapter}
     if is_combined(adapter):
         shown = {"adapter": None, "adapters": dict(parts(str(adapter)))}
+        shown |= {"versions": sorted(versioned(*one) for one in versions)} if versions else {}
+    elif adapter is not None and len(versions) == 1:
+        ((shown["adapter"], shown["version"]),) = versions
     told: list[Mapping[str, Any]] = [entry for entry in meta_info.get(KEY) or () if entry]
     if any("mode" in entry for entry in told):
         shown["modes"] = [entry["mode"] for entry in told]

@@ -10,9 +10,12 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from vlora_sgl.core import MAX_IMAGE_PIXELS, InferenceMode, JsonDict
@@ -20,6 +23,9 @@ from vlora_sgl.errors import ConfigError
 from vlora_sgl.names import Parser
 
 ENVIRONMENT_VARIABLE = "VLORA_SGL_ARGS"
+UPLOADS_VARIABLE = "VLORA_SGL_UPLOADS"
+SHARED_MEMORY, LEAST_SHARED_BYTES = Path("/dev/shm"), 2**30
+"""Containers have 64 MiB of it unless told otherwise: too little for adapters."""
 POLICY_NAMES = ("cost", "vlora", "unmerged", "merged")
 SLOT_UNIT = 16
 """Ranks of device slots are multiples of it: what ``tl.dot`` pads a rank to, and what keeps the kernels' addresses
@@ -141,6 +147,14 @@ class VLoraArgs:
         metavar="BYTES",
     )
 
+    max_adapter_bytes: int = _flag(
+        2**30,
+        "most bytes of an adapter that is sent in the body of /load_lora_adapter or /reload_lora_adapter; 0: none is "
+        "taken",
+        type=int,
+        metavar="BYTES",
+    )
+
     drain_seconds: float = _flag(
         30.0,
         "a server that is told to stop (SIGTERM, Ctrl-C) is gone so many seconds later: requests may finish until "
@@ -180,6 +194,8 @@ class VLoraArgs:
             )
         if self.max_body_bytes < 1024:
             raise ConfigError(f"--vlora-max-body-bytes must be at least 1024; got {self.max_body_bytes!r}")
+        if self.max_adapter_bytes < 0:
+            raise ConfigError(f"--vlora-max-adapter-bytes must be 0 or more; got {self.max_adapter_bytes!r}")
         for name in ("drain_seconds", "wait_seconds"):
             if not LEAST_SECONDS <= getattr(self, name) < float("inf"):
                 flag = "--vlora-" + name.replace("_", "-")
@@ -225,6 +241,17 @@ class VLoraArgs:
     def to_environment(self) -> None:
         """Hand these settings to the processes that this one starts."""
         os.environ[ENVIRONMENT_VARIABLE] = json.dumps(dataclasses.asdict(self))
+        os.environ.pop(UPLOADS_VARIABLE, None)
+        os.environ[UPLOADS_VARIABLE] = str(uploads_directory())
+
+
+def uploads_directory() -> Path:
+    """Where this server, all of its processes, keeps adapters that come in requests; it need not exist."""
+    if UPLOADS_VARIABLE in os.environ:
+        return Path(os.environ[UPLOADS_VARIABLE])
+    shared = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).total >= LEAST_SHARED_BYTES
+    root = SHARED_MEMORY if shared and os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    return root / f"vlora-uploads-{os.getuid()}-{os.getpid()}"
 
 
 @lru_cache(maxsize=8)

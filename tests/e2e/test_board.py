@@ -88,14 +88,16 @@ def test_requests_are_counted_for_their_adapter(server: Server) -> None:
     def more(*key: str) -> float:
         return counted(server).get(key, 0) - before.get(key, 0)
 
-    assert more("vlora:generation_tokens_total", "A") == 9 and more("vlora:generation_tokens_total", "base") == 5
-    assert more("vlora:request_success_total", "A", "length") == 2
-    assert more("vlora:time_to_first_token_seconds_count", "A") == 2
-    assert more("vlora:time_per_output_token_seconds_count", "A") == 1, "one token has no further ones"
-    assert more("vlora:prompt_tokens_total", "A") > 0 < counted(server)["vlora:adapter_loads", "A"]
+    assert (
+        more("vlora:generation_tokens_total", "A", "1") == 9 and more("vlora:generation_tokens_total", "base", "") == 5
+    )
+    assert more("vlora:request_success_total", "A", "length", "1") == 2
+    assert more("vlora:time_to_first_token_seconds_count", "A", "1") == 2
+    assert more("vlora:time_per_output_token_seconds_count", "A", "1") == 1, "one token has no further ones"
+    assert more("vlora:prompt_tokens_total", "A", "1") > 0 < counted(server)["vlora:adapter_loads", "A", "1"]
     from tests.e2e.test_metrics import soon
 
-    assert soon(lambda: more("vlora:request_success_total", "B", "abort") == 1)
+    assert soon(lambda: more("vlora:request_success_total", "B", "abort", "1") == 1)
 
 
 def test_llm_d_finds_which_adapters_run(server: Server) -> None:

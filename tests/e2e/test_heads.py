@@ -200,9 +200,15 @@ class Remote:
     def __init__(self, server: Server, adapters: dict[str, Path]) -> None:
         from transformers import AutoProcessor
 
-        loaded = {name: SimpleNamespace(lora_path=str(path)) for name, path in adapters.items()}
+        def directory_of(name: str) -> str:
+            if name not in adapters:
+                raise UnknownAdapterError(name, adapters)
+            return str(adapters[name])
+
         processor = AutoProcessor.from_pretrained(server.model.path, use_fast=False)
-        self.tokenizer_manager = SimpleNamespace(lora_ref_cache=loaded, processor=processor)
+        self.tokenizer_manager = SimpleNamespace(
+            adapters=SimpleNamespace(directory_of=directory_of), processor=processor
+        )
         self.generate = lambda prompt, image_data, **more: server.generate(
             text=prompt, image_data=[data_url(image) for image in image_data], **more
         )

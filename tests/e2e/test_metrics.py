@@ -33,7 +33,9 @@ def gauges(server: Server) -> dict[tuple[str, ...], float]:
 
 def requests_now(server: Server) -> dict[tuple[str, ...], float]:
     """Requests by adapter and state, less those that are none."""
-    return {key: value for key, value in gauges(server).items() if "requests" in key[0] and value and len(key) == 3}
+    return {
+        key: value for key, value in gauges(server).items() if "requests" in key[0] and value and len(key) in (3, 4)
+    }
 
 
 def soon(holds: Callable[[], bool]) -> bool:
@@ -50,13 +52,13 @@ def test_an_idle_server_shows_no_request(server: Server) -> None:
         assert requests_now(server) == {}
     shown = gauges(server)
     assert shown["engine_answers",] == 1
-    assert all(shown["adapter_requests", name, state] == 0 for name in "AB" for state in ("waiting", "running"))
+    assert all(shown["adapter_requests", name, state, "1"] == 0 for name in "AB" for state in ("waiting", "running"))
 
 
 def test_a_request_is_shown_while_it_runs_and_no_longer_once_its_client_has_left(server: Server) -> None:
     chunks = stream(server, "x", "A", max_new_tokens=2000)
     next(chunks)
-    assert requests_now(server) == {("adapter_requests", "A", "running"): 1}
+    assert requests_now(server) == {("adapter_requests", "A", "running", "1"): 1}
     chunks.close()
     assert soon(lambda: requests_now(server) == {})
 
@@ -77,13 +79,13 @@ def test_only_what_is_loaded_has_series_and_each_shows_where_it_is(server: Serve
         load(server, name, server.model.adapters["A"]).raise_for_status()
         if number % 19 == 0:
             answer(server, "x", name)
-            assert gauges(server)["adapter_residency", name, "device"] == 1
+            assert gauges(server)["adapter_residency", name, "device", "1"] == 1
         unload(server, name).raise_for_status()
     after = gauges(server)
     assert {key[:2] for key in after} == {key[:2] for key in before}
-    listed = {(row["name"], row["residency"]) for row in adapters(server).values()}
+    listed = {(row["name"], row["residency"], "1") for row in adapters(server).values()}
     assert {key[1:] for key in after if key[0] == "adapter_residency"} == listed
-    tiers = Counter(tier for _, tier in listed)
+    tiers = Counter(tier for _, tier, _ in listed)
     assert {tier: after["adapters", tier] for tier in ("device", "host", "disk")} == {
         tier: tiers[tier] for tier in ("device", "host", "disk")
     }

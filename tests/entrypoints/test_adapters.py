@@ -18,6 +18,8 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/load_lora_adapter_from_tensors": {"lora_name": "a", "config_dict": {}, "serialized_named_tensors": []},
     "/reload_lora_adapter": {"lora_name": "a"},
     "/pin_lora_adapter": {"lora_name": "a"},
+    "/promote_lora_adapter": {"lora_name": "a@2"},
+    "/roll_back_lora_adapter": {"lora_name": "a"},
 }
 
 
@@ -63,7 +65,7 @@ def test_a_route_that_changes_adapters_needs_the_admin_key(client: Any, route: s
     reply = client.post(route, json=ROUTES[route], headers={"Authorization": "Bearer admin"})
     assert reply.status_code == 200, reply.text
     assert client.manager.calls == [
-        {"/reload_lora_adapter": "reload", "/pin_lora_adapter": "pin"}.get(route, route[1:])
+        route[1:] if "load_lora" in route and "reload" not in route else route[1:].removesuffix("_lora_adapter")
     ]
 
 

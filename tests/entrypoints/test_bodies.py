@@ -70,7 +70,7 @@ async def no_ranks(message: object) -> list[Any]:
 def manager() -> Any:
     """As much of a tokenizer manager as names need."""
     args = SimpleNamespace(model_path="/models/base", admin_api_key=None)
-    refs = {name: SimpleNamespace(lora_name=name, lora_path=path) for name, path in NAMES.items()}
+    refs = {name: SimpleNamespace(lora_name=name, lora_path=path, lora_id=name) for name, path in NAMES.items()}
     shutdown = SimpleNamespace(asked=False)
     adapters = AdapterLifecycle(SimpleNamespace(lora_paths=None), lambda: "base", refs, asyncio.Lock(), no_ranks)
     return SimpleNamespace(
@@ -254,9 +254,17 @@ def test_responses_leave_nothing_behind(manager: Any) -> None:
             bodies.accept({"input": "x", **wrong}, "/v1/responses", manager)
 
 
-def limited(parts: list[bytes], told: int | None, most: int = 10, patience: float = 0.05) -> tuple[int, bytes]:
+def limited(
+    parts: list[bytes],
+    told: int | None,
+    most: int = 10,
+    patience: float = 0.05,
+    path: str = "/x",
+    kind: bytes = b"application/json; charset=utf-8",
+    forms: dict[str, int] | None = None,
+) -> tuple[int, bytes]:
     """Status, and what an application read, of a body that comes in parts; what is missing of it never comes."""
-    read = bytearray()
+    read, parts = bytearray(), [*parts]
 
     async def receive() -> Any:
         if not parts:
@@ -268,10 +276,11 @@ def limited(parts: list[bytes], told: int | None, most: int = 10, patience: floa
         while (message := await receive())["more_body"]:
             read.extend(message["body"])
 
-    headers = [(b"content-type", b"application/json; charset=utf-8")]
+    headers = [(b"content-type", kind)]
     headers += [] if told is None else [(b"content-length", b"%d" % told)]
     try:
-        asyncio.run(BodyLimit(app, most, patience)({"type": "http", "headers": headers}, receive, None))
+        scope = {"type": "http", "headers": headers, "path": path}
+        asyncio.run(BodyLimit(app, most, patience, forms)(scope, receive, None))
     except bodies.HTTPException as refusal:
         return refusal.status_code, bytes(read)
     return 200, bytes(read)
@@ -292,6 +301,10 @@ def limited(parts: list[bytes], told: int | None, most: int = 10, patience: floa
 )
 def test_a_body_is_bounded_whatever_is_told_of_it(parts: list[bytes], told: int | None, expected: Any) -> None:
     assert limited(parts, told) == expected
+    form: Any = {"path": "/load", "kind": b"multipart/form-data; boundary=x"}
+    assert limited(parts, told, **form, forms={"/load": 10}, most=1) == expected, "a form has a limit of its own"
+    for forms in ({}, {"/other": 10}):
+        assert limited([b"x", b""], None, **form, forms=forms)[0] == 415
 
 
 @pytest.mark.parametrize("wrong", ["x", [], 5, [{}]])

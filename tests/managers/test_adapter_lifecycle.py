@@ -12,10 +12,10 @@ import pytest
 
 from vlora_sgl import _sgl
 from vlora_sgl.combined import parts
-from vlora_sgl.errors import RequestError
+from vlora_sgl.errors import AdapterError, RequestError
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse
 from vlora_sgl.managers.waits import WaitResponse
-from vlora_sgl.server_args import ENVIRONMENT_VARIABLE
+from vlora_sgl.server_args import ENVIRONMENT_VARIABLE, UPLOADS_VARIABLE
 
 
 class Front:
@@ -290,5 +290,208 @@ def test_all_of_a_combination_come_back_from_disk_together() -> None:
         await front.end(request)
         with pytest.raises(RequestError, match="3 cannot be combined; --max-loaded-loras is 2"):
             await front.begin('{"a": 1, "b": 1, "c": 1}')
+
+    run(scenario())
+
+
+# Versions
+
+
+class Numbered(Front):
+    """A front whose engine reports a digest of what a path stands for."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__(limit)
+        self.content: dict[str, str] = {}
+        self.names: dict[str, tuple[str, bool]] = {}
+
+    async def ask_ranks(self, message: Any) -> list[Any]:
+        (result,) = await super().ask_ranks(message)
+        if isinstance(message, _sgl.LoadLoRAAdapterReqInput) and result.success:
+            self.names[message.lora_id] = message.lora_name, message.pinned
+            digest = self.content.get(message.lora_path, message.lora_path.encode().hex())
+            result.error_message = f"matched all; digest {digest}"
+        return [result]
+
+    async def load(self, name: str, pinned: bool = False, path: str | None = None) -> Any:
+        return await self.adapters.load(
+            _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=path or f"/{name}", pinned=pinned)
+        )
+
+    async def answers_with(self, name: str, conversation: str | None = None) -> tuple[str, int]:
+        """The path and the number of the version that a request gets."""
+        request = await self.begin(self.adapters.meant(name, conversation))
+        (uid,) = request.lora_id
+        ((_, number),) = self.adapters.registry.versions(uid)
+        await self.end(request)
+        return self.held[uid], number
+
+    def called(self) -> dict[str, str]:
+        """What the engine calls what it holds."""
+        return {path: self.names[uid][0] for uid, path in self.held.items()}
+
+
+def test_a_plain_name_is_the_current_version_and_others_have_their_number() -> None:
+    async def scenario() -> None:
+        front = Numbered()
+        assert (await front.load("a")).version == 1
+        assert (await front.load("a@4")).version == 4
+        for name, version in (("a", ("/a", 1)), ("a@1", ("/a", 1)), ("a@4", ("/a@4", 4))):
+            assert await front.answers_with(name) == version
+        for name in ("a@2", "a@5", "b@1"):
+            with pytest.raises(UnknownAdapterResponse):
+                await front.answers_with(name)
+        for name in ("a", "a@1", "a@3", "a@4"):
+            refused = await front.load(name)
+            assert not refused.success and (
+                "loaded already" in refused.error_message or "above 4" in refused.error_message
+            )
+        assert (await front.adapters.reload("a", "/new")).version == 5, "numbers are never used twice"
+        assert await front.answers_with("a") == ("/new", 5) == await front.answers_with("a@5")
+        with pytest.raises(UnknownAdapterResponse):
+            await front.answers_with("a@1")
+        assert (await front.load("b@7")).version == 7, "the first one that comes is current"
+        assert await front.answers_with("b") == ("/b@7", 7)
+
+    run(scenario())
+
+
+def test_promotion_and_roll_back_move_the_name_and_the_pin() -> None:
+    async def scenario() -> None:
+        front = Numbered()
+        await front.load("a", pinned=True)
+        await front.load("a@2")
+        before = await front.begin("a")
+        assert (await front.adapters.promote("a@2")).version == 2
+        assert await front.answers_with("a") == ("/a@2", 2) and await front.answers_with("a@1") == ("/a", 1)
+        assert front.called() == {"/a": "a@1", "/a@2": "a"}
+        assert {name: bool(ref.pinned) for name, ref in front.adapters.known.items()} == {"a": True, "a@1": False}
+        assert front.held[before.lora_id[0]] == "/a", "who runs keeps what it began with"
+        rows = {row["name"]: (row["adapter"], row["version"], row["share"]) for row in front.adapters.listed({})}
+        assert rows == {"a": ("a", 2, 1.0), "a@1": ("a", 1, 0.0)}
+        assert (await front.adapters.roll_back("a")).version == 1
+        assert await front.answers_with("a") == ("/a", 1) and await front.answers_with("a@2") == ("/a@2", 2)
+        assert (await front.adapters.promote("a@2", drop=True)).success
+        assert not (await front.adapters.roll_back("a")).success, "what was current before is gone"
+        await front.end(before)
+        await asyncio.sleep(0.01)
+        assert list(front.held.values()) == ["/a@2"]
+        refused = await front.adapters.promote("a")
+        assert not refused.success and "which version" in refused.error_message
+        with pytest.raises(UnknownAdapterResponse):
+            await front.adapters.promote("a@9")
+
+    run(scenario())
+
+
+def test_conversations_are_shared_out_and_stay_with_their_version() -> None:
+    async def scenario() -> None:
+        front = Numbered()
+        await front.load("a")
+        await front.load("a@2")
+        await front.load("a@3")
+        everybody = [f"conversation {number}" for number in range(2000)]
+
+        async def served() -> dict[str, int]:
+            return {one: (await front.answers_with("a", one))[1] for one in everybody}
+
+        assert set((await served()).values()) == {1}
+        await front.adapters.promote("a@2", 0.1)
+        first = await served()
+        assert first == await served()
+        assert 150 < sum(number == 2 for number in first.values()) < 250
+        await front.adapters.promote("a@2", 0.3)
+        second = await served()
+        assert all(second[one] == 2 for one, number in first.items() if number == 2), "a share that grows moves nobody"
+        await front.adapters.promote("a@3", 0.5)
+        third = await served()
+        assert 300 < sum(number == 1 for number in third.values()) < 500
+        assert [row["share"] for row in front.adapters.listed({})] == pytest.approx([0.2, 0.3, 0.5])
+        with pytest.raises(RequestError, match="1 at most together"):
+            await front.adapters.promote("a@2", 0.6)
+        assert third == await served()
+        assert {(await front.answers_with("a"))[1] for _ in range(200)} == {1, 2, 3}, "without a conversation, any"
+        await front.unload("a@3")
+        assert set((await served()).values()) == {1, 2}
+        assert (await front.adapters.roll_back("a")).success
+        assert set((await served()).values()) == {1}
+
+    run(scenario())
+
+
+def test_of_several_as_one_each_is_the_version_of_the_conversation() -> None:
+    async def scenario() -> None:
+        front = Numbered()
+        for name in ("a", "a@2", "b"):
+            await front.load(name)
+        meant = front.adapters.meant
+        assert meant('{"a": 0.5, "b": 0.25}', "x") == '{"a": 0.5, "b": 0.25}'
+        assert meant('{"a": 0.5, "a@1": 0.25}', "x") == '{"a": 0.75}', "the same adapter by two names"
+        await front.adapters.promote("a@2")
+        request = await front.begin(meant('{"a": 0.5, "a@1": 0.25, "b": 1}', "x"))
+        assert {front.held[uid] for uid, _ in parts(request.lora_id[0])} == {"/a", "/a@2", "/b"}
+        await front.end(request)
+
+    run(scenario())
+
+
+def test_an_unloaded_name_takes_all_its_versions_and_a_current_one_stays_while_there_are_others() -> None:
+    async def scenario() -> None:
+        front = Numbered()
+        await front.load("a")
+        await front.load("a@2")
+        refused = await front.unload("a@1")
+        assert not refused.success and "is the current version" in refused.error_message
+        assert (await front.unload("a@2")).success and (await front.unload("a@1")).success
+        assert front.held == {} and front.adapters.known == {} == front.adapters.versions
+        await front.load("a")
+        await front.load("a@2")
+        request = await front.begin("a@2")
+        unloading = asyncio.create_task(front.unload("a"))
+        await asyncio.sleep(0.01)
+        assert list(front.held.values()) == ["/a@2"] and not unloading.done()
+        await front.end(request)
+        assert (await unloading).success and front.held == {} and front.adapters.registry.served == {}
+
+    run(scenario())
+
+
+def test_files_that_changed_while_an_adapter_was_on_disk_are_another_version() -> None:
+    async def scenario() -> None:
+        front = Numbered(limit=1)
+        await front.load("a")
+        await front.load("a@2")  # and the first is on disk only
+        assert await front.answers_with("a") == ("/a", 1)
+        front.content |= {"/a": "cafe", "/a@2": "c0de"}
+        with pytest.raises(AdapterError, match="the files of this version have changed"):
+            await front.answers_with("a@2")
+        await front.load("b")
+        assert await front.answers_with("a") == ("/a", 3)
+
+    run(scenario())
+
+
+def test_files_that_came_in_a_request_go_with_their_last_version(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv(UPLOADS_VARIABLE, str(tmp_path / "uploads"))
+
+    async def scenario() -> None:
+        front = Numbered(limit=1)
+        paths = [front.adapters.uploads.keep({"adapter_config.json": b"{}"}) for _ in range(4)]
+        there = lambda: [Path(path).exists() for path in paths]  # noqa: E731
+        await front.load("a", path=paths[0])
+        request = await front.begin("a")
+        await front.adapters.reload("a", paths[1])
+        assert there() == [True] * 4
+        await front.end(request)
+        await asyncio.sleep(0.01)
+        assert there() == [False, True, True, True]
+        await front.load("b", path=paths[2])
+        assert there()[1] and await front.answers_with("a") == (paths[1], 2), "it is on disk only, and comes back"
+        front.refuse = True
+        assert not (await front.adapters.reload("a", paths[3])).success
+        assert there() == [False, True, True, False]
+        await front.unload("a")
+        await front.unload("b")
+        assert there() == [False] * 4
 
     run(scenario())

@@ -41,7 +41,7 @@ def state(**requests: dict[str, int]) -> dict[str, Any]:
 
 
 def adapter(name: str, tier: str = "host") -> dict[str, Any]:
-    return {"name": name, "residency": tier}
+    return {"name": name, "adapter": name, "version": 1, "share": 1.0, "residency": tier}
 
 
 def scraped(said: dict[str, Any], adapters: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], float]:
@@ -73,9 +73,9 @@ def test_every_gauge_shows_what_the_engine_says() -> None:
     assert (shown["combined_requests", "waiting"], shown["combined_requests", "running"]) == (0, 3)
     assert [shown["adapters", tier] for tier in ("device", "host", "disk")] == [1, 0, 1]
     residency = {key[1:] for key in shown if key[0] == "adapter_residency"}
-    assert residency == {("A", "device"), ("B", "disk")}
-    assert (shown["adapter_requests", "A", "waiting"], shown["adapter_requests", "base", "running"]) == (2, 4)
-    assert (shown["adapter_requests", "B", "running"], shown["unloaded_requests", "running"]) == (0, 0)
+    assert residency == {("A", "device", "1"), ("B", "disk", "1")}
+    assert (shown["adapter_requests", "A", "waiting", "1"], shown["adapter_requests", "base", "running", ""]) == (2, 4)
+    assert (shown["adapter_requests", "B", "running", "1"], shown["unloaded_requests", "running"]) == (0, 0)
 
 
 def test_adapters_that_are_gone_have_no_series_and_their_last_requests_one_in_common() -> None:

@@ -81,6 +81,12 @@ def _pin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--off", action="store_true", help="let it go again")
 
 
+def _promote(parser: argparse.ArgumentParser) -> None:
+    _operator(parser)
+    parser.add_argument("--share", type=float, default=1.0, metavar="S", help="of the conversations, from 0 to 1")
+    parser.add_argument("--drop", action="store_true", help="unload the version that was current")
+
+
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="a PEFT adapter directory")
     parser.add_argument("--model", type=Path, help="directory of the base model, to check shapes and depth against")
@@ -138,6 +144,14 @@ COMMANDS = (
         "vlora reload fire runs/fire-2", "vlora_sgl.cli.server:reload", _reload,
     ),
     Command("pin", "let an adapter keep its device slot", "vlora pin fire", "vlora_sgl.cli.server:pin", _pin),
+    Command(
+        "promote", "let a name mean another of its versions, for everybody or a share of the conversations",
+        "vlora promote fire@2 --share 0.1", "vlora_sgl.cli.server:promote", _promote,
+    ),
+    Command(
+        "rollback", "end the trial of a version, or let a name mean what it meant before", "vlora rollback fire",
+        "vlora_sgl.cli.server:roll_back", _operator,
+    ),
     Command(
         "inspect", "say what an adapter holds, whether it would load, and what it costs",
         "vlora inspect runs/fire --model MODEL_DIR", "vlora_sgl.cli.inspecting:inspect", _inspect,

@@ -15,11 +15,11 @@ def list_adapters(args: Namespace) -> Result:
     rows = Client(args).get("/lora_adapters")["adapters"]
     if not rows:
         return Result(rows, "no adapters are loaded; load one with: vlora add NAME DIR")
-    heads = ["name", "tier", "slot", "rank", "MiB", "users", "heads", "directory"]
+    heads = ["name", "version", "share", "tier", "slot", "rank", "MiB", "users", "heads", "directory"]
     shown = [
         [
-            _marked(row), row["residency"], row.get("slot"), row.get("rank"), _mib(row.get("host_bytes")),
-            row.get("users"), ", ".join(row.get("heads") or ()) or None, row["path"],
+            _marked(row), row.get("version"), row.get("share"), row["residency"], row.get("slot"), row.get("rank"),
+            _mib(row.get("host_bytes")), row.get("users"), ", ".join(row.get("heads") or ()) or None, row["path"],
         ]
         for row in rows
     ]  # fmt: skip
@@ -77,6 +77,20 @@ def pin(args: Namespace) -> Result:
     body = {"lora_name": args.name, "pinned": not args.off}
     answer = Client(args).post("/pin_lora_adapter", body, admin=True)
     return Result(answer, f"{args.name} {'may leave its slot' if args.off else 'keeps its slot'}")
+
+
+def promote(args: Namespace) -> Result:
+    """Let a name mean another of its versions."""
+    body = {"lora_name": args.name, "share": args.share, "drop": args.drop}
+    answer = Client(args).post("/promote_lora_adapter", body, admin=True)
+    now = "is current" if args.share == 1 else f"answers {args.share:.0%} of the conversations"
+    return Result(answer, f"{args.name} {now}")
+
+
+def roll_back(args: Namespace) -> Result:
+    """End the trial of a version, or let a name mean what it meant before."""
+    answer = Client(args).post("/roll_back_lora_adapter", {"lora_name": args.name}, admin=True)
+    return Result(answer, f"{args.name} is version {answer['version']}")
 
 
 def _cluster(state: Any) -> Result:

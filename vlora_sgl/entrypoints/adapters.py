@@ -1,7 +1,8 @@
-"""HTTP for adapters, beside SGLang's ``/load_lora_adapter`` and ``/unload_lora_adapter``: list, replace, pin.
+"""HTTP for adapters, beside SGLang's ``/unload_lora_adapter``: list, load, replace, pin, promote, roll back.
 
-Two of SGLang's own routes are put right on the way: ``/v1/models`` and ``/v1/models/NAME`` know every adapter, and a
-streaming ``/generate`` refuses an unknown adapter with a status instead of an event in a stream that began with 200.
+Some of SGLang's own routes are put right on the way: ``/load_lora_adapter`` takes an adapter's files as well as their
+place, ``/v1/models`` and ``/v1/models/NAME`` know every adapter, and a streaming ``/generate`` refuses an unknown
+adapter with a status instead of an event in a stream that began with 200.
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ from pydantic import BaseModel, Field
 from vlora_sgl import _sgl, seams
 from vlora_sgl.core import JsonDict
 from vlora_sgl.entrypoints.refused import refusals
+from vlora_sgl.entrypoints.uploads import order_in
 from vlora_sgl.managers.adapter_lifecycle import UnknownAdapterResponse
 from vlora_sgl.seams import Place
 
 Handler = TypeVar("Handler", bound=Callable[..., object])
 admin: Callable[[Handler], Handler] = _sgl.auth_level(_sgl.AuthLevel.ADMIN_OPTIONAL)
+
+
+class LoadRequest(BaseModel):
+    """An adapter, and where it is; the path stands for the files that came with the order, if they did."""
+
+    lora_name: str = Field(description="NAME, or NAME@VERSION for a version beside the current one")
+    lora_path: str
+    pinned: bool = False
 
 
 class ReloadRequest(BaseModel):
@@ -37,21 +47,57 @@ class PinRequest(BaseModel):
     pinned: bool = True
 
 
+class PromoteRequest(BaseModel):
+    """Which version is to answer, and how often."""
+
+    lora_name: str = Field(description="NAME@VERSION")
+    share: float = Field(1.0, ge=0, le=1, description="of the conversations; the current version keeps the rest")
+    drop: bool = Field(False, description="unload the version that was current, once its requests have ended")
+
+
+class RollBackRequest(BaseModel):
+    """Which adapter is to be what it was."""
+
+    lora_name: str
+
+
 async def list_adapters(request: Request) -> JsonDict:
     """Every loaded adapter, with the tier of its nearest copy: device, host or disk."""
     return {"adapters": await _manager(request).list_lora_adapters()}
 
 
 @admin
-async def reload_adapter(body: ReloadRequest, request: Request) -> JSONResponse:
+async def load_adapter(request: Request) -> JSONResponse:
+    """Load an adapter, or a version of one, from a directory or from the body."""
+    manager = _manager(request)
+    async with order_in(request, LoadRequest, manager.adapters.uploads) as order:
+        return _kept(await manager.load_lora_adapter(_sgl.LoadLoRAAdapterReqInput(**dict(order))), order, manager)
+
+
+@admin
+async def reload_adapter(request: Request) -> JSONResponse:
     """Replace an adapter for the requests to come; those that run keep the one they began with."""
-    return _answer(await _manager(request).adapters.reload(body.lora_name, body.lora_path))
+    manager = _manager(request)
+    async with order_in(request, ReloadRequest, manager.adapters.uploads) as order:
+        return _kept(await manager.adapters.reload(order.lora_name, order.lora_path), order, manager)
 
 
 @admin
 async def pin_adapter(body: PinRequest, request: Request) -> JSONResponse:
     """Let an adapter keep its device slot, or no longer."""
     return _answer(await _manager(request).adapters.pin(body.lora_name, body.pinned))
+
+
+@admin
+async def promote_adapter(body: PromoteRequest, request: Request) -> JSONResponse:
+    """Let a name mean another of its versions, for everybody or for a share of the conversations."""
+    return _answer(await _manager(request).adapters.promote(body.lora_name, body.share, body.drop))
+
+
+@admin
+async def roll_back_adapter(body: RollBackRequest, request: Request) -> JSONResponse:
+    """End the trial of a version, or let a name mean again what it meant before."""
+    return _answer(await _manager(request).adapters.roll_back(body.lora_name))
 
 
 async def list_models(request: Request) -> Any:
@@ -101,6 +147,7 @@ def mount(app: Any) -> None:
         server.available_models: list_models,
         server.retrieve_model: retrieve_model,
         server.generate_request: generate,
+        server.load_lora_adapter: load_adapter,
     }
     places = [
         Place(routes, index, kind(route.path, replaced[route.endpoint], methods=route.methods, response_class=answer))
@@ -111,6 +158,8 @@ def mount(app: Any) -> None:
         kind("/lora_adapters", list_adapters, methods=["GET"]),
         kind("/reload_lora_adapter", reload_adapter, methods=["POST"]),
         kind("/pin_lora_adapter", pin_adapter, methods=["POST"]),
+        kind("/promote_lora_adapter", promote_adapter, methods=["POST"]),
+        kind("/roll_back_lora_adapter", roll_back_adapter, methods=["POST"]),
     ]
     added = [Place(routes, None, route) for route in new]
     seams.place("http_server.app.router.routes", [*places, *refusals(app), *added])
@@ -123,6 +172,14 @@ def _manager(request: Request) -> Any:
     return request.app.state.openai_serving_chat.tokenizer_manager
 
 
+def _kept(result: Any, order: LoadRequest | ReloadRequest, manager: Any) -> JSONResponse:
+    """The answer to a load; of one that was refused, the files that came are gone."""
+    if not result.success and order.lora_path is not None:
+        manager.adapters.forget_files(order.lora_path)
+    return _answer(result)
+
+
 def _answer(result: Any) -> JSONResponse:
-    body = {name: getattr(result, name, None) for name in ("success", "error_message", "loaded_adapters", "report")}
+    told = ("success", "error_message", "loaded_adapters", "report", "version")
+    body = {name: getattr(result, name, None) for name in told}
     return JSONResponse(body, status_code=200 if result.success else 400)

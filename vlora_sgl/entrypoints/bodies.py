@@ -19,6 +19,7 @@ from vlora_sgl.core import JsonDict, RequestParams
 from vlora_sgl.entrypoints.body_limit import BodyLimit
 from vlora_sgl.entrypoints.stopping import RefuseWhileStopping
 from vlora_sgl.entrypoints.stream_errors import StreamErrors
+from vlora_sgl.entrypoints.uploads import most_bytes
 from vlora_sgl.errors import RequestError, VLoraError, quoted
 from vlora_sgl.managers.model_names import NAMED, adapter_named
 from vlora_sgl.managers.unreadable import UNFORESEEN, in_line, is_of_the_request
@@ -178,7 +179,7 @@ def mount(app: FastAPI) -> None:
     shown.append(Place(handlers, RequestValidationError, invalid))
     shown += [Place(handlers, kind, unforeseen) for kind in UNFORESEEN]
     seams.place("http_server.app.exception_handlers", shown)
-    limit = Middleware(BodyLimit, most=VLoraArgs.from_environment().max_body_bytes)
+    limit = Middleware(BodyLimit, most=VLoraArgs.from_environment().max_body_bytes, forms=most_bytes())
     outermost_first = (Middleware(RefuseWhileStopping), Middleware(StreamErrors), limit)
     around = [Place(app.user_middleware, None, one) for one in outermost_first]
     seams.place("http_server.app.user_middleware", around)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from fastapi import HTTPException
@@ -16,6 +16,7 @@ Receive = Callable[[], Awaitable[Message]]
 
 PATIENCE_S = 60.0
 JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
+FORM = re.compile(rb"multipart/form-data\s*(;|$)", re.IGNORECASE)
 
 
 class BodyLimit:
@@ -28,10 +29,13 @@ class BodyLimit:
         app: what is behind it.
         most: bytes.
         patience: seconds in which more of a body has to come.
+        forms: bytes of forms with files, by the paths that take them instead of JSON.
     """
 
-    def __init__(self, app: Any, most: int, patience: float = PATIENCE_S) -> None:
-        self.app, self.most, self.patience = app, most, patience
+    def __init__(
+        self, app: Any, most: int, patience: float = PATIENCE_S, forms: Mapping[str, int] | None = None
+    ) -> None:
+        self.app, self.most, self.patience, self.forms = app, most, patience, forms or {}
 
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
         """Count what is read; refuse at once where the header tells that it will be too much."""
@@ -40,20 +44,23 @@ class BodyLimit:
             return
         headers = dict(scope["headers"])
         told, kind = headers.get(b"content-length", b""), headers.get(b"content-type", b"")
-        seen, coming = (int(told) if told.isdigit() and int(told) > self.most else 0), True
+        form = scope.get("path") in self.forms and FORM.match(kind)
+        most = self.forms[scope["path"]] if form else self.most
+        flag = "--vlora-max-adapter-bytes" if form else "--vlora-max-body-bytes"
+        seen, coming = (int(told) if told.isdigit() and int(told) > most else 0), True
 
         async def receive_bounded() -> Message:
             nonlocal seen, coming
-            if seen <= self.most:
+            if seen <= most:
                 try:  # what comes behind a body is the client's hanging up
                     async with asyncio.timeout(self.patience if coming else None):
                         message = await receive()
                 except TimeoutError:
                     raise HTTPException(408, f"the body stalled for {self.patience:g} seconds") from None
                 seen, coming = seen + len(message.get("body", b"")), bool(message.get("more_body"))
-            if seen > self.most:
-                raise HTTPException(413, str(BodyTooLargeError(self.most)))
-            if message.get("body") and not JSON.match(kind):
+            if seen > most:
+                raise HTTPException(413, str(BodyTooLargeError(most, flag)))
+            if message.get("body") and not form and not JSON.match(kind):
                 raise HTTPException(415, f"the body must be application/json; got {quoted(kind.decode('latin-1'))}")
             return message
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlora_sgl import _sgl, seams
 from vlora_sgl.managers.meters import families, lora_requests_info
-from vlora_sgl.managers.metrics import Sample, Scrape, label_of, samples_of
+from vlora_sgl.managers.metrics import Sample, Scrape, samples_of
 from vlora_sgl.seams import Place
 
 if TYPE_CHECKING:
@@ -32,9 +32,8 @@ async def metrics(scope: MutableMapping[str, Any], receive: Any, send: Any) -> N
 
 async def _found(manager: Any, labels: Mapping[str, str]) -> tuple[Iterable[Sample], Iterable[Metric]]:
     """The gauges, and what is counted by adapter."""
-    loaded = manager.lora_ref_cache.keys()
-    meters = {label_of(name, loaded): meter for name, meter in manager.meters.of_loaded(loaded).items()}
-    others = [*families(labels, meters)]
+    loaded = {name: versions.numbers() for name, versions in manager.adapters.versions.items()}
+    others = [*families(labels, manager.meters.of_loaded(loaded))]
     try:
         state, adapters = await asyncio.wait_for(manager.state_and_adapters(), PATIENCE_S)
     except TimeoutError:

@@ -88,7 +88,7 @@ async def ask(body: AskRequest, request: Request) -> Any:
     begin = time.monotonic()
     with _refusing():
         adapter = serving._resolve_lora_path(body.model, None)
-        description = AdapterDescription() if adapter is None else describe(manager.lora_ref_cache[adapter].lora_path)
+        description = AdapterDescription() if adapter is None else describe(manager.adapters.directory_of(adapter))
         sent = {"max_tokens": body.max_tokens, "stream": body.stream}
         generate = _generation(body, request, RequestParams(trace=True), description, **sent)
         answers = manager.generate_request(generate, request)
@@ -152,7 +152,7 @@ async def _answer(task: Task, body: VisionRequest, request: Request) -> JsonDict
         adapter = serving._resolve_lora_path(body.model, None)
         if adapter is None:
             raise HeadError(f"{body.model!r} is the base model, which has no heads; name an adapter that has")
-        description = describe(serving.tokenizer_manager.lora_ref_cache[adapter].lora_path)
+        description = describe(serving.tokenizer_manager.adapters.directory_of(adapter))
         head = description.head_named(body.head, task, adapter)
         if not _urls(body):
             raise RequestError(f"{task} needs an image part")

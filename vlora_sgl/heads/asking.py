@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from vlora_sgl.core import JsonDict, RequestParams
-from vlora_sgl.errors import HeadError, UnknownAdapterError
+from vlora_sgl.errors import HeadError
 from vlora_sgl.heads.requests import describe
 
 Task = Literal["classify", "count", "detect"]
@@ -15,10 +15,7 @@ Task = Literal["classify", "count", "detect"]
 def ask(engine: Any, task: Task, images: object, adapter: str, head: str | None, prompt: str | None) -> JsonDict:
     """What ``Engine.classify``, ``count`` and ``detect`` return; arguments and errors are theirs."""
     manager = engine.tokenizer_manager
-    loaded = manager.lora_ref_cache
-    if adapter not in loaded:
-        raise UnknownAdapterError(adapter, loaded)
-    description = describe(loaded[adapter].lora_path)
+    description = describe(manager.adapters.directory_of(adapter))
     head = description.head_named(head, task, adapter)
     images = list(images) if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
     if not images:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +24,18 @@ from vlora_sgl._sgl_types import (
     ServerArgs,
     UnloadLoRAAdapterReqInput,
 )
-from vlora_sgl.combined import canonical, is_combined, members, parts
-from vlora_sgl.core import JsonDict
+from vlora_sgl.combined import canonical, is_combined, members, parts, written
+from vlora_sgl.core import JsonDict, Version
 from vlora_sgl.errors import AdapterError, RequestError, UnknownAdapterError, listed, quoted
+from vlora_sgl.managers.uploads import Uploads
+from vlora_sgl.managers.versions import Versions
 from vlora_sgl.managers.waits import Turns, behind, limit_of, within
-from vlora_sgl.names import check_adapter_name, check_path
+from vlora_sgl.names import check_adapter_name, check_path, split_version, versioned
 from vlora_sgl.routed.spec import is_routed, member_names
 
 logger = logging.getLogger(__name__)
+
+_DIGEST = re.compile(r"\bdigest ([0-9a-f]+)")  # in a load report
 
 
 class UnknownAdapterResponse(UnknownAdapterError, HTTPException, ValueError):
@@ -63,11 +68,12 @@ class UnknownModelResponse(UnknownAdapterResponse):
 
 @dataclass(frozen=True)
 class LoadReply:
-    """SGLang's reply to a load that succeeded, and what of the adapter matched."""
+    """SGLang's reply to a load that succeeded, what of the adapter matched, and the number of its version."""
 
     success: bool
     loaded_adapters: Mapping[str, object] | None
     report: str
+    version: int
     error_message: str = ""
 
 
@@ -82,11 +88,15 @@ class AdapterRegistry(_sgl.LoRARegistry):
     their names were resolved, or aborted in the queue, are never taken off, and ``n > 1`` takes off one too many; an
     unload of such an adapter waits for ever, and every load behind it. Here a request gives back what it took, once,
     when it ends (``let_go``). Counting awaits nothing, so that no request can be cancelled between two counts.
+
+    Attributes:
+        served: the name and the version of every adapter in memory, by id; as long as a request uses it.
     """
 
     def __init__(self, lora_paths: list[LoRARef] | None = None) -> None:
         self._users: Counter[str] = Counter()
         self._idle: dict[str, asyncio.Event] = {}
+        self.served: dict[str, Version] = {}
         super().__init__(lora_paths)
 
     async def acquire(self, lora_name: str | Sequence[str | None]) -> str | list[str | None] | None:
@@ -132,6 +142,7 @@ class AdapterRegistry(_sgl.LoRARegistry):
         if self._users[lora_id]:
             await self._idle.setdefault(lora_id, asyncio.Event()).wait()
         self._counters.pop(lora_id, None)
+        self.served.pop(lora_id, None)
 
     def users(self, lora_id: str) -> int:
         """Rows of requests that use this adapter now."""
@@ -147,13 +158,19 @@ class AdapterRegistry(_sgl.LoRARegistry):
             if name in self._registry:
                 self._registry.move_to_end(name)
 
-    def put(self, ref: LoRARef, anew: bool = True) -> None:
-        """Let a name mean this adapter from now on; ``anew`` unless it is the same load of it (another pin)."""
-        if anew:
-            self._registry.pop(ref.lora_name, None)
-            self._register_adapter(ref)
-        else:
-            self._registry[ref.lora_name] = ref
+    def put(self, ref: LoRARef, version: int) -> None:
+        """Let a name mean this adapter, which is that version of it, from now on."""
+        self._registry.pop(ref.lora_name, None)
+        self._register_adapter(ref)
+        self.served[ref.lora_id] = split_version(ref.lora_name)[0], version
+
+    def change(self, ref: LoRARef) -> None:
+        """Let a name mean an adapter that is in memory, under another name or with another pin so far."""
+        self._registry[ref.lora_name] = ref
+
+    def versions(self, lora_id: str | None) -> list[Version]:
+        """The name and version of an adapter, or of those that one row combines, by ids that are in use."""
+        return [self.served[one] for one in members([lora_id]) if one is not None and one in self.served]
 
     def take(self, name: str) -> None:
         """Let a name mean nothing; requests of it go on."""
@@ -180,6 +197,8 @@ class AdapterLifecycle:
 
     Attributes:
         registry: what is in memory.
+        versions: of every adapter, by its plain name.
+        uploads: adapters that came in requests.
     """
 
     def __init__(
@@ -194,10 +213,45 @@ class AdapterLifecycle:
         self._server_args, self._base_name, self._lock, self._ask_ranks = server_args, base_name, lock, ask_ranks
         self._routed_members: dict[str, tuple[str, ...]] = {}
         self._turns = Turns(lock)
-        for ref in known.values():
+        self.versions = {name: Versions(name) for name in known}
+        self.uploads = Uploads()
+        for name, ref in known.items():
             self._note_routed(ref)
+            self.registry.served[ref.lora_id] = name, 1
 
     # Names
+
+    def key(self, name: str) -> str:
+        """What an adapter is called in the tables, which have the current version by its plain name."""
+        plain, number = split_version(name)
+        versions = self.versions.get(plain)
+        return name if number is None or versions is None else versions.key(number)
+
+    def knows(self, name: str) -> bool:
+        """Whether an adapter, or a version of one, is loaded."""
+        return self.key(name) in self.known
+
+    def meant(self, name: str | None, conversation: str | None) -> str | None:
+        """The version that a conversation gets of an adapter, or of several as one, as the tables call it."""
+        if name is None:
+            return None
+        if is_combined(name):
+            scales: dict[str, float] = {}
+            for one, scale in parts(name):
+                key = str(self.meant(one, conversation))
+                scales[key] = scales.get(key, 0.0) + scale
+            return written(scales)
+        versions = self.versions.get(name)
+        return self.key(name) if versions is None else versions.key(versions.pick(conversation))
+
+    def directory_of(self, name: str) -> str:
+        """Where the files of an adapter are.
+
+        Raises:
+            UnknownAdapterResponse: it is not loaded.
+        """
+        self.check_names(name)
+        return self.known[self.key(name)].lora_path
 
     def check_names(self, names: str | Sequence[str | None] | None) -> None:
         """Whether every adapter that a request names is loaded.
@@ -206,7 +260,7 @@ class AdapterLifecycle:
             UnknownAdapterResponse: one is not.
         """
         for name in _named(names):
-            if name not in self.known:
+            if not self.knows(name):
                 raise UnknownAdapterResponse(str(name), self.known)
 
     async def bring_in(self, names: str | Sequence[str | None] | None) -> None:
@@ -223,7 +277,7 @@ class AdapterLifecycle:
                 raise RequestError(
                     f"adapters: {len(parts(str(name)))} cannot be combined; --max-loaded-loras is {most}"
                 )
-        wanted = list(dict.fromkeys(_named(names)))
+        wanted = list(dict.fromkeys(map(self.key, _named(names))))
         self.registry.touch(wanted)
         for name in wanted:
             if self.registry.get(name) is None:
@@ -248,7 +302,11 @@ class AdapterLifecycle:
         refusal = self._why_not_load(obj.lora_name, obj.lora_path)
         if refusal is not None:
             return self._refused(refusal, obj.lora_name)
-        return _reply(await self._in_turn(f"the load of adapter {obj.lora_name!r}", lambda: self._load_new(obj)))
+        name, path = obj.lora_name, obj.lora_path
+        return self._reply(
+            name,
+            await self._in_turn(f"the load of adapter {name!r}", lambda: self._load_new(name, path, bool(obj.pinned))),
+        )
 
     def refuse_tensors(self) -> Reply:
         """The reply to a load of an adapter that arrives as pickled tensors."""
@@ -258,14 +316,39 @@ class AdapterLifecycle:
         """Put another content (or another directory) behind a name, at once for all requests to come.
 
         Requests that run keep the adapter they began with; it leaves memory when the last of them ends. If the new
-        content is refused, the old one stays.
+        content is refused, the old one stays. The new one is the next version, or the one that the name gives.
 
         Raises:
             UnknownAdapterResponse: nothing of that name is loaded.
         """
         if path is not None and (refusal := _why_no_path(path)) is not None:
             return self._refused(refusal, name)
-        return _reply(await self._in_turn(f"the reload of adapter {name!r}", lambda: self._replace(name, path)))
+        return self._reply(
+            name, await self._in_turn(f"the reload of adapter {name!r}", lambda: self._replace(name, path))
+        )
+
+    async def promote(self, name: str, share: float = 1.0, drop: bool = False) -> Reply:
+        """Let a plain name mean another of its versions from now on.
+
+        Args:
+            name: with the version's number.
+            share: of the conversations; the current version keeps the rest. 0 ends a trial.
+            drop: unload the version that was current, once its requests have ended.
+
+        Raises:
+            UnknownAdapterResponse: no such version is loaded.
+        """
+        return self._reply(
+            name, await self._in_turn(f"the promotion of {name!r}", lambda: self._promote(name, share, drop))
+        )
+
+    async def roll_back(self, name: str) -> Reply:
+        """End trials of other versions; if there are none, the one that was current before is so again.
+
+        Raises:
+            UnknownAdapterResponse: nothing of that name is loaded.
+        """
+        return self._reply(name, await self._in_turn(f"the roll-back of {name!r}", lambda: self._roll_back(name)))
 
     async def unload(self, obj: UnloadLoRAAdapterReqInput) -> Reply:
         """Unload an adapter for good: its name is unknown at once, its memory free when its last request has ended."""
@@ -273,14 +356,14 @@ class AdapterLifecycle:
         taken = await self._in_turn(f"the unload of adapter {name!r}", lambda: self._take_name(name))
         if isinstance(taken, _sgl.LoadLoRAAdapterReqOutput):
             return cast(LoadLoRAAdapterReqOutput, taken)
-        ref = cast(LoRARef, taken)
+        refs = cast(list[LoRARef], taken)
 
         def why() -> str:
-            users = self.registry.users(ref.lora_id)
+            users = sum(self.registry.users(ref.lora_id) for ref in refs)
             waits_for = f"{users} requests that use it have not ended" if users else "the engine has not answered"
             return f"adapter {name!r} has lost its name, and {waits_for}; then its memory is free"
 
-        return await within(limit_of(), why, behind(self._retire(ref)))
+        return await within(limit_of(), why, behind(self._leave(refs)))
 
     async def pin(self, name: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
         """Let an adapter keep its device slot, or no longer.
@@ -289,6 +372,7 @@ class AdapterLifecycle:
             UnknownAdapterResponse: nothing of that name is loaded.
         """
         self.check_names(name)
+        name = self.key(name)
         if name in self._routed_members:
             return self._refused("a routed adapter has no slot of its own; pin its members")
         return await self._in_turn(f"the pin of adapter {name!r}", lambda: self._pin_known(name, pinned))
@@ -304,9 +388,15 @@ class AdapterLifecycle:
             here = self.registry.get(name)
             known = held.get(here.lora_id, {}) if here is not None else {}
             tier = "disk" if here is None else "host" if known.get("slot") is None else "device"
+            plain, number = split_version(name)
+            versions = self.versions[plain]
+            number = versions.current if number is None else number
             rows.append(
                 {
                     "name": name,
+                    "adapter": plain,
+                    "version": number,
+                    "share": versions.share_of(number),
                     "path": ref.lora_path,
                     "pinned": bool(ref.pinned),
                     "residency": tier,
@@ -316,60 +406,154 @@ class AdapterLifecycle:
             )
         return rows
 
+    def forget_files(self, path: str) -> None:
+        """Remove the files of an adapter that came in a request, unless a version needs them."""
+        if all(ref.lora_path != path for ref in self.known.values()):
+            self.uploads.drop(path)
+
     # Steps of them; each but the last under the lock
 
     async def _in_turn(self, doing: str, work: Callable[[], Awaitable[T]]) -> T:
         return await self._turns.take(doing, work, limit_of())
 
-    async def _load_new(self, obj: LoadLoRAAdapterReqInput) -> LoadLoRAAdapterReqOutput:
-        if obj.lora_name in self.known:
-            return self._refused(
-                f"adapter {obj.lora_name!r} is loaded already; /reload_lora_adapter puts another in its place"
-            )
-        return await self._load(obj.lora_name, obj.lora_path, bool(obj.pinned))
+    async def _load_new(self, name: str, path: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
+        plain, number = split_version(name)
+        versions = self.versions.get(plain)
+        if versions is None:
+            versions = Versions(plain, current=number or 1)
+        elif number is None:
+            return self._refused(f"adapter {name!r} is loaded already; /reload_lora_adapter puts another in its place")
+        elif refusal := self._why_not_next(versions, number):
+            return refusal
+        return await self._load(versions, number or versions.current, path, pinned)
 
     async def _load_known(self, name: str) -> LoadLoRAAdapterReqOutput:
         if self.registry.get(name) is not None:  # another request was first
-            return _sgl.LoadLoRAAdapterReqOutput(success=True, loaded_adapters=self._loaded())
+            return self._done()
         self.check_names(name)
-        ref = self.known[name]
-        return await self._load(name, ref.lora_path, bool(ref.pinned))
+        ref, (plain, number) = self.known[name], split_version(name)
+        versions = self.versions[plain]
+        return await self._load(versions, number or versions.current, ref.lora_path, bool(ref.pinned))
 
     async def _replace(self, name: str, path: str | None) -> LoadLoRAAdapterReqOutput:
-        self.check_names(name)
-        if routed := self._routed_with(name):
-            return self._refused(f"adapter {name!r} is a member of {routed}; unload that first")
-        known, old = self.known[name], self.registry.get(name)
+        plain, number = split_version(name)
+        self.check_names(plain)
+        if refusal := self._why_fixed(plain):
+            return refusal
+        versions, known, old = self.versions[plain], self.known[plain], self.registry.get(plain)
+        if number is not None and (refusal := self._why_not_next(versions, number)):
+            return refusal
         pinned = bool(known.pinned)
         # The old one holds the pin until it is gone.
-        result = await self._load(name, path or known.lora_path, pinned and old is None)
+        now = number or versions.last + 1
+        result = await self._load(versions, now, path or known.lora_path, pinned and old is None, in_place=True)
         if result.success and old is not None:
-            behind(self._retire(old, repin=name if pinned else None))
+            behind(self._leave([old], repin=plain if pinned else None))
+        elif result.success:
+            self.forget_files(known.lora_path)
         return result
 
-    async def _take_name(self, name: str) -> LoRARef | LoadLoRAAdapterReqOutput:
-        """The adapter that has lost its name, or the reply where that is all."""
-        if routed := self._routed_with(name):
-            return self._refused(f"adapter {name!r} is a member of {routed}; unload that first")
-        known, ref = self.known.pop(name, None), self.registry.get(name)
-        self._routed_members.pop(name, None)
-        if known is None:
-            return self._refused(str(UnknownAdapterError(str(name), self.known)))
-        if ref is None:  # on disk only
-            return _sgl.LoadLoRAAdapterReqOutput(success=True, loaded_adapters=self._loaded())
-        self.registry.take(name)
-        return ref
+    async def _promote(self, name: str, share: float, drop: bool) -> LoadLoRAAdapterReqOutput:
+        plain, number = split_version(name)
+        if number is None:
+            return self._refused(f"which version of {name!r} is to be promoted? Name it {versioned(name, 2)}, say")
+        self.check_names(name)
+        if refusal := self._why_fixed(plain):
+            return refusal
+        versions = self.versions[plain]
+        if number == versions.current:
+            versions.shares = {}
+        elif share < 1:
+            versions.try_out(number, share)
+        else:
+            await self._swap(versions, number)
+            if drop:
+                behind(self._leave(self._taken(versions, versions.others & {versions.before})))
+        return self._done()
 
-    async def _load(self, name: str, path: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
+    async def _swap(self, versions: Versions, number: int) -> None:
+        """Make a version the current one: for requests at once, then in what the engine calls the two, which has the
+        pin of the name on the one that leaves it first."""
+        pinned = bool(self.known[versions.name].pinned or self.known[versions.key(number)].pinned)
+        names = versions.promote(number)
+        refs = {key: self.known.pop(key) for key in names}
+        held = {key for key in names if self.registry.get(key) is not None}
+        for key in held:
+            self.registry.take(key)
+        for key, name in names.items():
+            self.known[name] = _changed(refs[key], name, False)
+            if key in held:
+                self.registry.change(self.known[name])
+        self._routed_members = {names.get(name, name): of for name, of in self._routed_members.items()}
+        for key, name in names.items():
+            if key in held:
+                await self._tell_engine(_load_of(self.known[name]))
+        if pinned and self.registry.get(versions.name) is not None:
+            await self._pin(versions.name, True)
+
+    async def _roll_back(self, name: str) -> LoadLoRAAdapterReqOutput:
+        plain = split_version(name)[0]
+        self.check_names(plain)
+        versions = self.versions[plain]
+        if versions.shares:
+            versions.shares = {}
+            return self._done()
+        if versions.before is None:
+            return self._refused(f"no version of {plain!r} that was current before is loaded")
+        return await self._promote(versioned(plain, versions.before), 1.0, drop=False)
+
+    async def _take_name(self, name: str) -> list[LoRARef] | LoadLoRAAdapterReqOutput:
+        """The adapters that have lost their name, or the refusal."""
+        if not self.knows(name):
+            return self._refused(str(UnknownAdapterError(str(name), self.known)))
+        plain, number = split_version(name)
+        versions = self.versions[plain]
+        if refusal := self._why_fixed(self.key(name)):
+            return refusal
+        if number == versions.current and versions.others:
+            return self._refused(f"{name!r} is the current version; promote another, or unload {plain!r}")
+        if self.key(name) != plain:
+            return self._taken(versions, {int(number or 0)})
+        del self.versions[plain]
+        return self._taken(versions, versions.numbers())
+
+    def _taken(self, versions: Versions, numbers: Iterable[int | None]) -> list[LoRARef]:
+        """Take their names from versions; those that are in memory."""
+        refs = []
+        for number in [one for one in numbers if one is not None]:
+            key = versions.key(number)
+            known, here = self.known.pop(key), self.registry.get(key)
+            self._routed_members.pop(key, None)
+            versions.forget(number)
+            if here is None:
+                self.forget_files(known.lora_path)
+            else:
+                self.registry.take(key)
+                refs.append(here)
+        return refs
+
+    async def _load(
+        self, versions: Versions, number: int, path: str, pinned: bool, in_place: bool = False
+    ) -> LoadLoRAAdapterReqOutput:
+        """Load a version, in the place of the current one or not."""
+        name = versions.name if in_place else versions.key(number)
         ref = _sgl.LoRARef(lora_name=name, lora_path=path, pinned=pinned)
-        result = await self._tell_engine(
-            _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=path, pinned=pinned, lora_id=ref.lora_id)
-        )
+        result = await self._tell_engine(_load_of(ref))
         if result.success:
-            self.registry.put(ref)
+            digest = "".join(_DIGEST.findall(result.error_message or "")[:1])
+            if versions.digests.get(number, digest) != digest:  # files that have changed while it was on disk only
+                if name != versions.name:
+                    behind(self._retire(ref))
+                    return self._refused(f"{name!r} is gone: the files of this version have changed")
+                number, in_place = versions.last + 1, True
+            versions.add(number, digest, in_place)
+            self.versions[versions.name] = versions
+            self.registry.put(ref, number)
             self.known[name] = ref
             self._note_routed(ref)
             await self._make_room(name)
+        else:
+            self.forget_files(path)
         result.loaded_adapters = self._loaded()
         return result
 
@@ -381,7 +565,7 @@ class AdapterLifecycle:
             if ref is None:
                 return
             self.registry.take(ref.lora_name)
-            retired = behind(self._retire(ref))
+            retired = behind(self._leave([ref]))
             if not self.registry.users(ref.lora_id):  # else the load need not wait for somebody's request
                 await retired
 
@@ -392,25 +576,29 @@ class AdapterLifecycle:
     async def _pin(self, name: str, pinned: bool) -> LoadLoRAAdapterReqOutput:
         old = self.registry.get(name)
         assert old is not None
-        # To the engine, a load of an id that it has is a change of its pin.
-        result = await self._tell_engine(
-            _sgl.LoadLoRAAdapterReqInput(lora_name=name, lora_path=old.lora_path, pinned=pinned, lora_id=old.lora_id)
-        )
+        # To the engine, a load of an id that it has is a change of its name and its pin.
+        new = _changed(old, name, pinned)
+        result = await self._tell_engine(_load_of(new))
         if result.success:
-            ref = _sgl.LoRARef(lora_id=old.lora_id, lora_name=name, lora_path=old.lora_path, pinned=pinned)
-            self.registry.put(ref, anew=False)
-            self.known[name] = ref
+            self.registry.change(new)
+            self.known[name] = new
         return result
 
-    async def _retire(self, ref: LoRARef, repin: str | None = None) -> LoadLoRAAdapterReqOutput:
-        """Wait until nobody uses an adapter that has lost its name, and have the engine forget it."""
-        await self.registry.wait_for_unload(ref.lora_id)
-        result = await self._tell_engine(_sgl.UnloadLoRAAdapterReqInput(lora_name=ref.lora_name, lora_id=ref.lora_id))
+    async def _leave(self, refs: Sequence[LoRARef], repin: str | None = None) -> LoadLoRAAdapterReqOutput:
+        """Wait until nobody uses adapters that have lost their names, and have the engine forget them."""
+        results = await asyncio.gather(*(self._retire(ref) for ref in refs))
         if repin is not None and self.registry.get(repin) is not None:
             async with self._lock:
                 await self._pin(repin, True)
+        for ref in refs:
+            self.forget_files(ref.lora_path)
+        result = next((result for result in results if not result.success), self._done())
         result.loaded_adapters = self._loaded()
         return result
+
+    async def _retire(self, ref: LoRARef) -> LoadLoRAAdapterReqOutput:
+        await self.registry.wait_for_unload(ref.lora_id)
+        return await self._tell_engine(_sgl.UnloadLoRAAdapterReqInput(lora_name=ref.lora_name, lora_id=ref.lora_id))
 
     async def _tell_engine(self, message: object) -> LoadLoRAAdapterReqOutput:
         """What the engine's ranks reply; a failure if any failed."""
@@ -424,23 +612,44 @@ class AdapterLifecycle:
         if args.dp_size != 1:
             return f"adapters cannot be loaded at run time with --dp-size={args.dp_size}"
         try:
-            check_adapter_name(name, (self._base_name(), str(args.model_path)))
+            plain = split_version(name)[0] if isinstance(name, str) else name
+            check_adapter_name(plain, (self._base_name(), str(args.model_path)))
             check_path(path)
         except AdapterError as error:
             return str(error)
         return None
+
+    def _why_not_next(self, versions: Versions, number: int) -> LoadLoRAAdapterReqOutput | None:
+        """The refusal of a version whose number was used, or passed over."""
+        if number > versions.last:
+            return None
+        return self._refused(
+            f"a new version of {versions.name!r} must have a number above {versions.last}, its last; got {number}"
+        )
+
+    def _why_fixed(self, name: str) -> LoadLoRAAdapterReqOutput | None:
+        """The refusal to change a member of a routed adapter."""
+        routed = ", ".join(sorted(routed for routed, members in self._routed_members.items() if name in members))
+        return self._refused(f"adapter {name!r} is a member of {routed}; unload that first") if routed else None
 
     def _note_routed(self, ref: LoRARef) -> None:
         self._routed_members.pop(ref.lora_name, None)
         if is_routed(ref.lora_path):
             self._routed_members[ref.lora_name] = member_names(ref.lora_path, ref.lora_name)
 
-    def _routed_with(self, name: str) -> str:
-        """The routed adapters that an adapter is a member of, for a message."""
-        return ", ".join(sorted(routed for routed, members in self._routed_members.items() if name in members))
-
     def _loaded(self) -> dict[str, str]:
         return {name: ref.lora_path for name, ref in self.known.items()}
+
+    def _done(self) -> LoadLoRAAdapterReqOutput:
+        return _sgl.LoadLoRAAdapterReqOutput(success=True, loaded_adapters=self._loaded())
+
+    def _reply(self, name: str, result: LoadLoRAAdapterReqOutput) -> Reply:
+        if not result.success:
+            return result
+        plain, number = split_version(name)
+        versions = self.versions.get(plain)
+        now = 0 if versions is None else versions.current
+        return LoadReply(True, result.loaded_adapters, result.error_message or "", number or now)
 
     def _refused(self, reason: str, name: object = None) -> LoadLoRAAdapterReqOutput:
         logger.warning("%s: %s", "adapters" if name is None else f"adapter {quoted(name)} was refused", reason)
@@ -466,7 +675,15 @@ def _why_no_path(path: object) -> str | None:
     return None
 
 
-def _reply(result: LoadLoRAAdapterReqOutput) -> Reply:
-    if not result.success:
-        return result
-    return LoadReply(success=True, loaded_adapters=result.loaded_adapters, report=result.error_message or "")
+def _changed(ref: LoRARef, name: str, pinned: bool) -> LoRARef:
+    """The same load of an adapter under another name, or with another pin."""
+    new: LoRARef = _sgl.LoRARef(lora_id=ref.lora_id, lora_name=name, lora_path=ref.lora_path, pinned=pinned)
+    return new
+
+
+def _load_of(ref: LoRARef) -> LoadLoRAAdapterReqInput:
+    """The message to the engine."""
+    message: LoadLoRAAdapterReqInput = _sgl.LoadLoRAAdapterReqInput(
+        lora_name=ref.lora_name, lora_path=ref.lora_path, pinned=bool(ref.pinned), lora_id=ref.lora_id
+    )
+    return message

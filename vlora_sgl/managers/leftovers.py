@@ -1,7 +1,7 @@
 """What an engine leaves on this machine when its processes are killed, and that goes when it ends.
 
 SGLang makes a file in the temporary directory for each of its links, a table of loads in shared memory, and a segment
-of shared memory for the pixels of a request. It removes none of them.
+of shared memory for the pixels of a request. It removes none of them. We keep there adapters that came in requests.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from vlora_sgl import _sgl
+from vlora_sgl.server_args import SHARED_MEMORY, uploads_directory
 
-SHARED_MEMORY = Path("/dev/shm")
 IPC = "ipc://"
 
 _links: list[Any] = []
@@ -44,6 +45,7 @@ def remove(*links: Any) -> None:
         for path in pixels():
             with contextlib.suppress(OSError):
                 path.unlink()
+        shutil.rmtree(uploads_directory(), ignore_errors=True)
 
 
 def files_of(links: Any) -> Iterator[Path]:

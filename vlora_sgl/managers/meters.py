@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vlora_sgl.core import AdapterId
-from vlora_sgl.managers.metrics import printable
+from vlora_sgl.core import Version
+from vlora_sgl.managers.metrics import label_of, printable
 
 if TYPE_CHECKING:
     # Not while running: prometheus_client decides at import whether its values go to files.
@@ -42,6 +42,11 @@ class Times:
         self._counts[bisect_left(self.bounds, seconds)] += 1
         self.sum += seconds
 
+    def merge(self, other: Times) -> None:
+        """Count what another of the same bounds has counted."""
+        self._counts = [*map(sum, zip(self._counts, other._counts, strict=True))]
+        self.sum += other.sum
+
     def buckets(self) -> Iterator[tuple[str, float]]:
         """Each bound, and how many were at most that."""
         total = 0
@@ -60,15 +65,24 @@ class Meter:
     first_token: Times = field(default_factory=lambda: Times(FIRST_TOKEN_S))
     each_token: Times = field(default_factory=lambda: Times(EACH_TOKEN_S))
 
+    def add(self, other: Meter) -> None:
+        """Count what another has counted."""
+        self.prompt_tokens += other.prompt_tokens
+        self.generation_tokens += other.generation_tokens
+        self.outcomes += other.outcomes
+        self.first_token.merge(other.first_token)
+        self.each_token.merge(other.each_token)
+
 
 class Meters:
-    """By the name of the adapter; ``None`` is the base model. Names that are loaded no longer are forgotten."""
+    """By version of adapter; ``None`` is the base model. Names that are loaded no longer are forgotten; versions that
+    are not, of a name that is, are counted together, as its version 0."""
 
     def __init__(self) -> None:
-        self._meters: dict[AdapterId, Meter] = {}
+        self._meters: dict[Version | None, Meter] = {}
 
     def finished(
-        self, adapter: AdapterId, outcome: str, prompt: int, tokens: int, first_s: float, whole_s: float
+        self, adapter: Version | None, outcome: str, prompt: int, tokens: int, first_s: float, whole_s: float
     ) -> None:
         """Count a request that has been answered.
 
@@ -88,27 +102,38 @@ class Meters:
         if tokens > 1:
             meter.each_token.add((whole_s - first_s) / (tokens - 1))
 
-    def aborted(self, adapter: AdapterId) -> None:
+    def aborted(self, adapter: Version | None) -> None:
         """Count a request that ended without an answer."""
         self._meters.setdefault(adapter, Meter()).outcomes["abort"] += 1
 
-    def of_loaded(self, loaded: Collection[str]) -> dict[AdapterId, Meter]:
-        """The base model's and those of the loaded adapters; the others are forgotten."""
-        kept: dict[AdapterId, Meter] = {name: self._meters.get(name, Meter()) for name in (None, *loaded)}
-        self._meters = {name: meter for name, meter in self._meters.items() if name in kept}
+    def of_loaded(self, loaded: Mapping[str, Collection[int]]) -> dict[Version | None, Meter]:
+        """The base model's and those of the loaded adapters; the others are forgotten.
+
+        Args:
+            loaded: numbers of the loaded versions, by name.
+        """
+        kept: dict[Version | None, Meter] = {None: Meter()}
+        kept |= {(name, number): Meter() for name, numbers in loaded.items() for number in numbers}
+        for version, meter in self._meters.items():
+            if version in kept:
+                kept[version].add(meter)
+            elif version is not None and version[0] in loaded:
+                kept.setdefault((version[0], 0), Meter()).add(meter)
+        self._meters = dict(kept)
         return kept
 
 
-def families(labels: Mapping[str, str], meters: Mapping[str, Meter]) -> Iterator[Metric]:
+def families(labels: Mapping[str, str], meters: Mapping[Version | None, Meter]) -> Iterator[Metric]:
     """The same for ``prometheus_client``.
 
     Args:
         labels: that all have.
-        meters: by the label ``adapter``.
+        meters: by version.
     """
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-    names, values = [*labels, "adapter"], list(labels.values())
+    names, values = [*labels, "adapter", "version"], list(labels.values())
+    loaded = {version[0] for version in meters if version is not None}
     prompt = CounterMetricFamily("vlora:prompt_tokens", "Tokens of prompts.", labels=names)
     answers = CounterMetricFamily("vlora:generation_tokens", "Tokens of answers.", labels=names)
     ended = CounterMetricFamily("vlora:request_success", "Requests by outcome.", labels=[*names, "finished_reason"])
@@ -118,8 +143,9 @@ def families(labels: Mapping[str, str], meters: Mapping[str, Meter]) -> Iterator
     each = HistogramMetricFamily(
         "vlora:time_per_output_token_seconds", "Of each token of an answer behind the first.", labels=names
     )
-    for name, meter in meters.items():
-        of = [*values, name]
+    for version, meter in meters.items():
+        name, number = version or (None, None)
+        of = [*values, label_of(name, loaded), version_label(number)]
         prompt.add_metric(of, meter.prompt_tokens)
         answers.add_metric(of, meter.generation_tokens)
         for outcome in dict.fromkeys((*OUTCOMES, *meter.outcomes)):
@@ -127,6 +153,11 @@ def families(labels: Mapping[str, str], meters: Mapping[str, Meter]) -> Iterator
         first.add_metric(of, list(meter.first_token.buckets()), meter.first_token.sum)
         each.add_metric(of, list(meter.each_token.buckets()), meter.each_token.sum)
     yield from (prompt, answers, ended, first, each)
+
+
+def version_label(number: int | None) -> str:
+    """The label ``version``: empty for the base model, ``past`` for versions that are loaded no longer."""
+    return "" if number is None else str(number or "past")
 
 
 def lora_requests_info(requests: Mapping[str, Mapping[str, int]], slots: int) -> Metric:

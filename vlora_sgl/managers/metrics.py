@@ -24,7 +24,8 @@ GAUGES: dict[str, tuple[str, ...]] = {
     "switch_seconds": ("Seconds spent on them, by the cost table.",),
     "starving_requests": ("Requests that have waited over half of the bound.",),
     "adapters": ("Loaded adapters whose nearest copy is in this tier.", "tier"),
-    "adapter_residency": ("1 for the tier of a loaded adapter's nearest copy.", "adapter", "tier"),
+    "adapter_residency": ("1 for the tier of a loaded adapter's nearest copy.", "adapter", "version", "tier"),
+    "adapter_share": ("Share of the conversations that a loaded version has of its adapter.", "adapter", "version"),
     "slot_hits": ("Uses of an adapter that found it in its slot.",),
     "cost_error": (
         "How far iterations were lately from their planned seconds, relatively: the median.",
@@ -32,8 +33,8 @@ GAUGES: dict[str, tuple[str, ...]] = {
     ),
     "slot_misses": ("Uses of an adapter that had to load it.",),
     "slot_reloads": ("Loads of an adapter evicted a moment ago: slot thrash.",),
-    "adapter_loads": ("Times that a loaded adapter came to a device slot.", "adapter"),
-    "adapter_requests": ("Requests of a loaded adapter, or of the base model.", "adapter", "state"),
+    "adapter_loads": ("Times that a loaded adapter came to a device slot.", "adapter", "version"),
+    "adapter_requests": ("Requests of a loaded adapter, or of the base model.", "adapter", "version", "state"),
     "combined_requests": ("Requests that combine adapters; each counts for every one of them as well.", "state"),
     "unloaded_requests": ("Requests of adapters that were unloaded while they ran.", "state"),
     "reuse_tokens": ("Tokens of requests so far, and those of them taken from the cache.", "kind"),
@@ -101,7 +102,7 @@ def samples_of(state: JsonDict, adapters: Sequence[JsonDict]) -> Iterator[Sample
     if state["plan"] is not None:
         yield from _planned(state["batches_by_mode"], state["plan"])
         yield from _adapters(adapters)
-        yield from _requests({row["name"] for row in adapters}, state["plan"]["requests"])
+        yield from _requests(adapters, state["plan"]["requests"])
         yield from (
             ("combined_requests", count, {"state": name}) for name, count in state["plan"]["combined_requests"].items()
         )
@@ -136,16 +137,21 @@ def _adapters(adapters: Sequence[JsonDict]) -> Iterator[Sample]:
     for tier in TIERS:
         yield "adapters", sum(row["residency"] == tier for row in adapters), {"tier": tier}
     for row in adapters:
-        yield "adapter_residency", 1, {"adapter": row["name"], "tier": row["residency"]}
-        yield "adapter_loads", row.get("loads", 0), {"adapter": row["name"]}
+        version = {"adapter": row["adapter"], "version": str(row["version"])}
+        yield "adapter_residency", 1, {**version, "tier": row["residency"]}
+        yield "adapter_share", row["share"], version
+        yield "adapter_loads", row.get("loads", 0), version
 
 
-def _requests(loaded: set[str], requests: Mapping[str, Mapping[str, int]]) -> Iterator[Sample]:
+def _requests(adapters: Sequence[JsonDict], requests: Mapping[str, Mapping[str, int]]) -> Iterator[Sample]:
     """Requests by state and adapter; the base model's key is the empty name."""
+    loaded = {row["name"] for row in adapters}
+    base = label_of(None, {row["adapter"] for row in adapters})
     for state, counts in requests.items():
-        yield "adapter_requests", counts.get("", 0), {"adapter": label_of(None, loaded), "state": state}
-        for name in loaded:
-            yield "adapter_requests", counts.get(name, 0), {"adapter": name, "state": state}
+        yield "adapter_requests", counts.get("", 0), {"adapter": base, "version": "", "state": state}
+        for row in adapters:
+            version = {"adapter": row["adapter"], "version": str(row["version"])}
+            yield "adapter_requests", counts.get(row["name"], 0), {**version, "state": state}
         gone = sum(count for name, count in counts.items() if name and name not in loaded)
         yield "unloaded_requests", gone, {"state": state}
 

@@ -32,14 +32,14 @@ def adapter_named(manager: Any, model: str) -> AdapterId:
         UnknownModelResponse: ``base:adapter`` with an adapter that is loaded, of a base model that is not served.
         UnknownAdapterResponse: anything else but the served model, an adapter, or ``base:adapter`` of a loaded one.
     """
-    adapters = manager.lora_ref_cache
+    adapters, knows = manager.lora_ref_cache, manager.adapters.knows
     served = {manager.served_model_name, manager.server_args.model_path, DEFAULT}
-    if model in adapters:
+    if knows(model):
         return model
     if model in served:
         return None
     base, separator, adapter = (part.strip() for part in model.partition(":"))
-    if separator and adapter in adapters:
+    if separator and knows(adapter):
         if base in served:
             return adapter
         raise UnknownModelResponse(base, manager.served_model_name, adapters)

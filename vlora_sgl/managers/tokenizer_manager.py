@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from http import HTTPStatus
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -22,8 +23,7 @@ from vlora_sgl._sgl_types import (
     TokenizedGenerateReqInput,
     UnloadLoRAAdapterReqInput,
 )
-from vlora_sgl.combined import members
-from vlora_sgl.core import JsonDict, RequestParams
+from vlora_sgl.core import JsonDict, RequestParams, Version
 from vlora_sgl.heads.requests import answer_text, check_head_requests
 from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
 from vlora_sgl.managers import live, tensor_pickle
@@ -35,6 +35,7 @@ from vlora_sgl.managers.model_names import NAMED
 from vlora_sgl.managers.shutdown import Shutdown
 from vlora_sgl.managers.stopping import show_regex
 from vlora_sgl.managers.unreadable import refusing_what_cannot_be_read
+from vlora_sgl.managers.versions import conversations
 from vlora_sgl.managers.waits import behind, limit_of, within
 from vlora_sgl.multimodal.markers import Markers
 from vlora_sgl.multimodal.opening import naming_images
@@ -128,6 +129,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         Raises:
             RequestError, HeadError: it asks for what there is not (a 400 in both protocols).
         """
+        self._choose_versions(obj)
         given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
         asked = [RequestParams.of(one) for one in given]
         check_head_requests(obj, asked, self.lora_ref_cache)
@@ -139,6 +141,14 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         forget_claimed_hashes(getattr(obj, "image_data", None))
         await super()._validate_and_resolve_lora(obj)
 
+    def _choose_versions(self, obj: GenerateReqInput) -> None:
+        """Say of each adapter that a request names which version its conversation gets."""
+        if obj.lora_path is None:
+            return
+        names = [obj.lora_path] if isinstance(obj.lora_path, str) else obj.lora_path
+        whose = conversations(obj, len(names))
+        name_adapters(obj, [self.adapters.meant(name, one) for name, one in zip(names, cycle(whose), strict=False)])
+
     async def _resolve_lora_path(self, obj: GenerateReqInput) -> None:
         """SGLang's names to ids, once all are in memory.
 
@@ -146,6 +156,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
             UnknownAdapterResponse: a name that is not loaded.
         """
         await self.adapters.bring_in(obj.lora_path)
+        self._choose_versions(obj)  # those that were chosen may be called otherwise by now
         await super()._resolve_lora_path(obj)
 
     async def _tokenize_one_request(self, obj: GenerateReqInput) -> TokenizedGenerateReqInput:
@@ -194,17 +205,24 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         obj.lora_id = None  # the engine's own name for an adapter; an id that it does not know would end it
         answers = super().generate_request(obj, request)
         out: JsonDict | list[JsonDict] = []
+        versions: list[list[Version]] = []
         try:
             async for out in answers:
-                show_all(out, asked, getattr(obj, "parallel_sample_num", 1))
+                versions = versions or self._versions_of(obj)
+                show_all(out, asked, getattr(obj, "parallel_sample_num", 1), versions)
                 yield out
         except (GeneratorExit, asyncio.CancelledError):
             if self.enable_metrics and not has_ended(out):  # else the route just has what it wanted
-                self._count_aborted(asked)
+                self._count_aborted(obj)
             raise
         finally:
             await answers.aclose()
             self.adapters.registry.let_go(obj.lora_id)
+
+    def _versions_of(self, obj: GenerateReqInput) -> list[list[Version]]:
+        """Of every adapter that answers a prompt, for each prompt of a request."""
+        ids = obj.lora_id if isinstance(obj.lora_id, list) else [obj.lora_id]
+        return [self.adapters.registry.versions(one) for one in ids]
 
     # An answer comes
 
@@ -226,19 +244,25 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
             times, reason = state.time_stats, recv_obj.finished_reasons[i] or {}
             first, whole = times.get_first_token_latency(), times.get_e2e_latency()
             counts = recv_obj.prompt_tokens[i], (recv_obj.completion_tokens or [0] * (i + 1))[i]
-            for name in members([state.obj.lora_path]):
-                self.meters.finished(name, reason.get("type", "stop"), *counts, first, whole)
+            for version in self._counted(state.obj):
+                self.meters.finished(version, reason.get("type", "stop"), *counts, first, whole)
 
     def _handle_abort_req(self, recv_obj: Any) -> None:
         """SGLang's; it counts for the adapter of the request, too."""
         state = self.rid_to_state.get(recv_obj.rid)
         if state is not None and self.enable_metrics and not state.finished:
-            self._count_aborted(getattr(state.obj, "lora_path", None))
+            self._count_aborted(state.obj)
         super()._handle_abort_req(recv_obj)
 
-    def _count_aborted(self, asked: str | Sequence[str | None] | None) -> None:
-        for name in members([asked] if asked is None or isinstance(asked, str) else asked):
-            self.meters.aborted(name)
+    def _count_aborted(self, obj: Any) -> None:
+        for version in self._counted(obj):
+            self.meters.aborted(version)
+
+    def _counted(self, obj: Any) -> list[Version | None]:
+        """The versions of adapters that a request is counted for; ``None`` is the base model."""
+        if getattr(obj, "lora_id", None) is None and getattr(obj, "lora_path", None) is not None:
+            return []  # it ended before its names were resolved
+        return [one for used in self._versions_of(obj) for one in used or (None,)]
 
     # Others ask and change
 
@@ -336,11 +360,15 @@ def forget_claimed_hashes(image_data: object) -> None:
 def serve_from_exported(obj: Any, asked: Sequence[RequestParams], exported: ExportedModel) -> None:
     """Turn the names in a request (SGLang's, normalised) into an exported model's adapters, in place."""
     names = [obj.lora_path] if obj.is_single else obj.lora_path or [None] * len(asked)
-    served = [exported.serving(name, one.head is not None) for name, one in zip(names, asked, strict=True)]
-    obj.lora_path = served[0] if obj.is_single else served
+    name_adapters(obj, [exported.serving(name, one.head is not None) for name, one in zip(names, asked, strict=True)])
+
+
+def name_adapters(obj: Any, names: list[str | None]) -> None:
+    """Put adapters, one for each prompt, in the place of those that a request (SGLang's, normalised) names."""
+    obj.lora_path = names[0] if obj.is_single else names
     # SGLang made these before, and releases adapters by them.
     for index, one in obj.__dict__.get("_sub_obj_cache", {}).items():
-        one.lora_path = served[index]
+        one.lora_path = names[index]
 
 
 def has_ended(output: JsonDict | list[JsonDict]) -> bool:
@@ -349,19 +377,25 @@ def has_ended(output: JsonDict | list[JsonDict]) -> bool:
     return bool(answers) and all(one.get("meta_info", {}).get("finish_reason") for one in answers)
 
 
-def show_all(output: JsonDict | list[JsonDict], names: str | Sequence[str | None] | None, answers: int = 1) -> None:
+def show_all(
+    output: JsonDict | list[JsonDict],
+    names: str | Sequence[str | None] | None,
+    answers: int = 1,
+    versions: Sequence[Sequence[Version]] = (),
+) -> None:
     """Show what we say of one answer, or of each of a batch's, in place.
 
     Args:
         output: SGLang's answer or answers; those to one prompt follow each other.
         names: the adapter that was asked for, or each prompt's.
         answers: how many there are to each prompt.
+        versions: of the adapters that answer each prompt.
     """
     for position, answer in enumerate(output if isinstance(output, list) else [output]):
         prompt = answer.get("index", position) // answers
         name = names if names is None or isinstance(names, str) else names[prompt]
         meta_info = answer.get("meta_info", {})
         show_regex(meta_info.get("finish_reason"))
-        shown = show(meta_info, name)
+        shown = show(meta_info, name, versions[prompt] if prompt < len(versions) else ())
         if "head" in shown:
             answer["text"] = answer_text(shown["head"])  # the sampled token means nothing

@@ -30,8 +30,9 @@ _behind: set[asyncio.Task[Any]] = set()
 class WaitResponse(WaitError, HTTPException, ValueError):
     """The same error as an HTTP 504, for both of SGLang's protocols (one catches ValueError, one HTTPException)."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, begun: bool = True) -> None:
         WaitError.__init__(self, message)
+        self.begun = begun
         self.status_code = self.http_status
         self.detail = message
         self.headers = None
@@ -98,7 +99,8 @@ class Turns:
                 await self._lock.acquire()
         except TimeoutError:
             raise WaitResponse(
-                f"after {seconds:g} s (--vlora-wait-seconds): {self._doing} is still under way; this was not begun"
+                f"after {seconds:g} s (--vlora-wait-seconds): {self._doing} is still under way; this was not begun",
+                begun=False,
             ) from None
         self._doing = doing
         return await within(seconds, lambda: f"{doing} is still under way", behind(self._then_release(work)))
