@@ -127,10 +127,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def server(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The session's server: it holds six adapters of rank 64 at a time, and reads no directory but the tests'."""
+    """The session's server: it holds six adapters of rank 64 at a time, reads no directory but the tests', and watches
+    the folder ``watched``."""
+    watched = tmp_path_factory.getbasetemp() / "watched"
+    watched.mkdir(exist_ok=True)
     flags = ["--max-loras-per-batch", "7", "--max-lora-rank", "64", "--enable-metrics"]
     for root in (tmp_path_factory.getbasetemp(), Path(__file__).parent.parent):
         flags += ["--vlora-adapter-root", str(root)]
+    flags += ["--vlora-adapter-source", str(watched)]
     with serve(tiny_model, tmp_path_factory.mktemp("server") / "log.txt", *flags) as running:
         yield running
 

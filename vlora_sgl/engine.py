@@ -51,6 +51,7 @@ class Engine(_sgl.Engine):
 
     def __init__(self, *, vlora: VLoraArgs | None = None, **server_args: object) -> None:
         ours = vlora or VLoraArgs()
+        _ = ours.sources
         ours.to_environment()
         imports.disable_other_models(str(server_args.get("model_path", "")))
         model, given = str(server_args.get("model_path", "")), bool(server_args.get("lora_paths"))

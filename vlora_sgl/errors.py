@@ -5,6 +5,7 @@ VLoraError                      anything of ours; catch this to catch all
 +-- ContractError (ImportError) this SGLang is not the one we extend; the operator must install the pinned one
 +-- AdapterError (ValueError)   an adapter that cannot be loaded as it is; the message names the tensor or key
 |   +-- AdapterNameError        a name that no adapter can have, or that another has
++-- AdapterSourceError (RuntimeError)  what the source of an adapter has is not what it should be
 |   +-- AdapterUnavailableError an adapter that cannot be had now; ask again later
 +-- UnknownAdapterError (KeyError)  no adapter of that name; carries the names that exist
 +-- HeadError (ValueError)      a vision head that is missing, malformed or does not fit
@@ -77,7 +78,16 @@ class AdapterNameError(AdapterError):
     """A name that an adapter cannot have, or that another has already."""
 
 
-class AdapterUnavailableError(AdapterError):
+class AdapterSourceError(VLoraError, RuntimeError):
+    """What the source of an adapter has is not what it should be, or may not be had."""
+
+    http_status = 502
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class AdapterUnavailableError(AdapterSourceError):
     """An adapter that cannot be had now, for a reason that may pass."""
 
     http_status = 503

@@ -31,6 +31,7 @@ def prepare(argv: Sequence[str]) -> ServerArgs:
     given = names.given_names(rest)
     names.check_names(**given)
     names.check_directories(given["adapters"])
+    _ = ours.sources
     if not has_accelerator():
         refuse_on_a_cpu(fields_in(rest))
     ours.to_environment()

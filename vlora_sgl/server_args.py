@@ -21,6 +21,7 @@ from typing import Any
 from vlora_sgl.core import MAX_IMAGE_PIXELS, InferenceMode, JsonDict
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.names import Parser
+from vlora_sgl.sources import FORM, Source, read_sources
 
 ENVIRONMENT_VARIABLE = "VLORA_SGL_ARGS"
 UPLOADS_VARIABLE = "VLORA_SGL_UPLOADS"
@@ -106,6 +107,25 @@ class VLoraArgs:
         "without it any directory is allowed",
         action="append",
         metavar="DIR",
+    )
+
+    adapter_source: tuple[str, ...] = _flag(
+        (),
+        "where adapters come from when a request names them: a folder, which is watched, or a URL, below which they "
+        f"lie by their names; or one adapter as NAME=URL: {FORM}. Give it several times for several",
+        action="append",
+        metavar="SOURCE",
+    )
+    source_cache: str = _flag(
+        "~/.cache/vlora_sgl/adapters",
+        "directory for adapters that were fetched; servers may share it",
+        metavar="DIR",
+    )
+    source_cache_bytes: int = _flag(
+        20 * 2**30,
+        "most bytes of all adapters in it; what was used the longest time ago leaves first",
+        type=int,
+        metavar="BYTES",
     )
 
     image_host: tuple[str, ...] = _flag(
@@ -200,7 +220,9 @@ class VLoraArgs:
             if not LEAST_SECONDS <= getattr(self, name) < float("inf"):
                 flag = "--vlora-" + name.replace("_", "-")
                 raise ConfigError(f"{flag} must be {LEAST_SECONDS:g} or more; got {getattr(self, name)!r}")
-        for name in ("slot_ranks", "adapter_root", "image_host"):
+        if self.source_cache_bytes < 1:
+            raise ConfigError(f"--vlora-source-cache-bytes must be above 0; got {self.source_cache_bytes!r}")
+        for name in ("slot_ranks", "adapter_root", "adapter_source", "image_host"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if any(rank <= 0 or rank % SLOT_UNIT for rank in self.slot_ranks):
             raise ConfigError(f"--vlora-slot-ranks must be multiples of {SLOT_UNIT}; got {self.slot_ranks}")
@@ -214,6 +236,23 @@ class VLoraArgs:
                 raise ConfigError(
                     f"{option_string(item)} must be one of {', '.join(choices)}; got {getattr(self, item.name)!r}"
                 )
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What ``adapter_source`` says.
+
+        Raises:
+            ConfigError: it is not what the flag takes.
+        """
+        return read_sources(self.adapter_source)
+
+    @property
+    def readable(self) -> tuple[str, ...]:
+        """Directories below which adapters may be loaded at run time; none: any."""
+        if not self.adapter_root:
+            return ()
+        folders = (source.place for source in self.sources if source.is_folder)
+        return (*self.adapter_root, *folders, str(Path(self.source_cache).expanduser()), str(uploads_directory()))
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ import requests
 
 from tests.conftest import Server
 from tests.e2e.test_board import counted
+from tests.e2e.test_metrics import soon
 from tests.soak import phases, pushes
-from tests.soak.phases import GREEDY, adapters, answer, load, post, unload
+from tests.soak.phases import GREEDY, adapters, answer, load, post, reload, unload
 from tests.soak.pushes import push
 from tests.support.tiny_random import make_adapter
 
@@ -174,6 +176,32 @@ def test_promote_and_roll_back_change_what_a_name_means_while_it_streams(server:
     assert unload(server, "fire@2").status_code == 200
     assert post(server, "promote_lora_adapter", lora_name="fire@2").status_code == 404
     assert post(server, "roll_back_lora_adapter", lora_name="fire").status_code == 400
+
+
+def test_a_watched_folder_s_adapters_come_change_and_go(
+    server: Server, contents: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "watched" / "seen"
+    assert post(server, "generate", text=TEXT, lora_path="seen").status_code == 404
+    load(server, "here", contents[0]).raise_for_status()
+    first = answer(server, TEXT, "here")
+    reload(server, "here", contents[1]).raise_for_status()
+    second = answer(server, TEXT, "here")
+    unload(server, "here").raise_for_status()
+    shutil.copytree(contents[0], folder)
+    models = requests.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+    assert "seen" in {card["id"] for card in models} and "seen" not in adapters(server)
+    assert answer(server, TEXT, "seen") == first
+    chat = post(server, "v1/chat/completions", model="seen", messages=[{"role": "user", "content": "x"}], max_tokens=2)
+    assert chat.status_code == 200
+    for file in contents[1].iterdir():
+        shutil.copy(file, folder)
+    assert soon(lambda: adapters(server)["seen"]["version"] == 2)
+    assert answer(server, TEXT, "seen") == second
+    shutil.rmtree(folder)
+    assert soon(lambda: "seen" not in adapters(server))
+    unknown = post(server, "generate", text=TEXT, lora_path="seen", stream=True)
+    assert unknown.status_code == 404 and "no adapter named 'seen'" in unknown.text
 
 
 @pytest.mark.parametrize("versions", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])

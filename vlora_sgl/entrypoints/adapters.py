@@ -101,13 +101,14 @@ async def roll_back_adapter(body: RollBackRequest, request: Request) -> JSONResp
 
 
 async def list_models(request: Request) -> Any:
-    """SGLang's list, with the adapters that are on disk until somebody asks for them."""
+    """SGLang's list, with the adapters that are on disk, or in a source, until somebody asks for them."""
     models = await _sgl.http_server.available_models()
     listed = {card.id for card in models.data}
     parent = _manager(request).served_model_name
-    for name, ref in _manager(request).lora_ref_cache.items():
+    known = {name: ref.lora_path for name, ref in _manager(request).lora_ref_cache.items()}
+    for name, place in {**dict(_manager(request).adapters.sources.offered()), **known}.items():
         if name not in listed:
-            models.data.append(type(models.data[0])(id=name, root=ref.lora_path, parent=parent))
+            models.data.append(type(models.data[0])(id=name, root=place, parent=parent))
     return models
 
 

@@ -41,7 +41,11 @@ async def read(request: Any) -> Any:
     """
     if not hasattr(request, "_json"):
         try:
-            request._json = accept(read_json(await request.body()), request.scope["path"], _manager(request))
+            manager, path = _manager(request), request.scope["path"]
+            request._json = body = accept(read_json(await request.body()), path, manager)
+            await manager.adapters.fetch(NAMED.get())
+            if path == "/generate" and _is_names(body.get("lora_path")):  # else it is a stream before it is refused
+                await manager.adapters.fetch(body["lora_path"])
         except VLoraError as error:
             logger.warning("%s: %s", request.scope["path"], error)
             raise HTTPException(error.http_status, str(error)) from None
@@ -87,10 +91,10 @@ def combine(body: JsonDict, path: str, manager: Any) -> JsonDict:
     rest = {name: value for name, value in body.items() if name != "adapters"}
     if path == "/generate" and isinstance(given, list):
         listed = [None if one is None else written(one) for one in given]
-        manager.adapters.check_names(listed)
+        manager.adapters.check_may_serve(listed)
         return {**rest, "lora_path": listed}
     NAMED.set(written(given))
-    manager.adapters.check_names(NAMED.get())
+    manager.adapters.check_may_serve(NAMED.get())
     return rest
 
 
@@ -130,6 +134,10 @@ def move_head(body: JsonDict, path: str) -> JsonDict:
     sampling = rest.get("sampling_params")
     moved = [_with(asked, one) for one in sampling] if isinstance(sampling, list) else _with(asked, sampling or {})
     return {**rest, "sampling_params": moved}
+
+
+def _is_names(given: Any) -> bool:
+    return isinstance(given, str) or (isinstance(given, list) and all(isinstance(one, str) for one in given if one))
 
 
 def _with(asked: RequestParams, sampling: Any) -> Any:

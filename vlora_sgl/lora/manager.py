@@ -35,7 +35,7 @@ from vlora_sgl.lora.vocabulary import seen_by_head
 from vlora_sgl.multimodal.vision_graphs import VisionGraphs
 from vlora_sgl.routed.router_tables import RouterTables
 from vlora_sgl.routed.rows import TokenRouting, row_lengths
-from vlora_sgl.server_args import VLoraArgs, uploads_directory
+from vlora_sgl.server_args import VLoraArgs
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class VLoraManager(_sgl.LoRAManager):
             device=self.device,
             slots=self.max_loras_per_batch,
             slot_ranks=self.slot_ranks,
-            roots=(*roots, str(uploads_directory())) if (roots := self._vlora.adapter_root) else (),
+            roots=self._vlora.readable,
         )
         for lora_ref in lora_paths or ():
             result = self._load_lora_adapter(lora_ref)

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar, cast
 
 from fastapi import HTTPException
@@ -27,11 +28,15 @@ from vlora_sgl._sgl_types import (
 from vlora_sgl.combined import canonical, is_combined, members, parts, written
 from vlora_sgl.core import JsonDict, Version
 from vlora_sgl.errors import AdapterError, RequestError, UnknownAdapterError, listed, quoted
+from vlora_sgl.managers.adapter_cache import AdapterCache
+from vlora_sgl.managers.adapter_sources import AdapterSources
+from vlora_sgl.managers.folder_watch import FolderWatch
 from vlora_sgl.managers.uploads import Uploads
 from vlora_sgl.managers.versions import Versions
 from vlora_sgl.managers.waits import Turns, behind, limit_of, within
 from vlora_sgl.names import check_adapter_name, check_path, split_version, versioned
 from vlora_sgl.routed.spec import is_routed, member_names
+from vlora_sgl.server_args import VLoraArgs
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +220,10 @@ class AdapterLifecycle:
         self._turns = Turns(lock)
         self.versions = {name: Versions(name) for name in known}
         self.uploads = Uploads()
+        args = VLoraArgs.from_environment()
+        cache = AdapterCache(Path(args.source_cache).expanduser(), args.source_cache_bytes, self._directories)
+        self.sources = AdapterSources(args.sources, cache, self._load_come)
+        self._watch = FolderWatch(self)
         for name, ref in known.items():
             self._note_routed(ref)
             self.registry.served[ref.lora_id] = name, 1
@@ -230,6 +239,10 @@ class AdapterLifecycle:
     def knows(self, name: str) -> bool:
         """Whether an adapter, or a version of one, is loaded."""
         return self.key(name) in self.known
+
+    def may_serve(self, name: str) -> bool:
+        """Whether one is loaded, or may come from a source."""
+        return self.knows(name) or self.sources.may_have(name)
 
     def meant(self, name: str | None, conversation: str | None) -> str | None:
         """The version that a conversation gets of an adapter, or of several as one, as the tables call it."""
@@ -259,9 +272,40 @@ class AdapterLifecycle:
         Raises:
             UnknownAdapterResponse: one is not.
         """
+        self._check(names, self.knows)
+
+    def check_may_serve(self, names: str | Sequence[str | None] | None) -> None:
+        """Whether every adapter that a request names is loaded, or may come from a source.
+
+        Raises:
+            UnknownAdapterResponse: one is not, and may not.
+        """
+        self._check(names, self.may_serve)
+
+    def _check(self, names: str | Sequence[str | None] | None, holds: Callable[[str], bool]) -> None:
         for name in _named(names):
-            if not self.knows(name):
+            if not holds(name):
                 raise UnknownAdapterResponse(str(name), self.known)
+
+    async def fetch(self, names: str | Sequence[str | None] | None, now: bool = False) -> None:
+        """Have the adapters that a request names loaded, where their sources have them.
+
+        Args:
+            now: even those that have just failed to come.
+
+        Raises:
+            SourceResponse: one does not come.
+        """
+        if not self.sources.sources:
+            return
+        for name in _named(names):
+            key = self.key(name)
+            ref = self.known.get(key)
+            if ref is None and self.sources.may_have(name):
+                await self.sources.want(name, now)
+            elif ref is not None and self.registry.get(key) is None and self.sources.came(ref.lora_path):
+                async with self.sources.at(ref.lora_path) as directory:  # it may have left the cache
+                    self.known[key] = _changed(ref, key, bool(ref.pinned), directory)
 
     async def bring_in(self, names: str | Sequence[str | None] | None) -> None:
         """Bring the adapters that a request names back to memory, where they are only on disk.
@@ -302,11 +346,31 @@ class AdapterLifecycle:
         refusal = self._why_not_load(obj.lora_name, obj.lora_path)
         if refusal is not None:
             return self._refused(refusal, obj.lora_name)
-        name, path = obj.lora_name, obj.lora_path
-        return self._reply(
-            name,
-            await self._in_turn(f"the load of adapter {name!r}", lambda: self._load_new(name, path, bool(obj.pinned))),
-        )
+        name, path, pinned = obj.lora_name, obj.lora_path, bool(obj.pinned)
+        if not self.sources.covers(path):
+            return self._why_not_fetch(path) or await self._load_here(name, path, pinned)
+        async with self.sources.at(path) as directory:
+            return await self._load_here(name, directory, pinned)
+
+    async def _load_here(self, name: str, path: str, pinned: bool) -> Reply:
+        doing = f"the load of adapter {name!r}"
+        return self._reply(name, await self._in_turn(doing, lambda: self._load_new(name, path, pinned)))
+
+    async def _load_come(self, name: str, directory: str) -> None:
+        """Load an adapter that has come from its source.
+
+        Raises:
+            AdapterError: it is refused.
+        """
+        refusal = self._why_not_load(name, directory)
+        reply = None if refusal else await self._load_here(name, directory, False)
+        if name not in self.known:
+            raise AdapterError(refusal or str(reply and reply.error_message))
+        self._watch.begin()
+
+    def _directories(self) -> set[str]:
+        """Of the adapters in memory."""
+        return {ref.lora_path for ref in self.registry.get_all_adapters().values()}
 
     def refuse_tensors(self) -> Reply:
         """The reply to a load of an adapter that arrives as pickled tensors."""
@@ -323,9 +387,16 @@ class AdapterLifecycle:
         """
         if path is not None and (refusal := _why_no_path(path)) is not None:
             return self._refused(refusal, name)
-        return self._reply(
-            name, await self._in_turn(f"the reload of adapter {name!r}", lambda: self._replace(name, path))
-        )
+        known = self.known.get(split_version(name)[0])
+        where = path or (known.lora_path if known is not None else "")
+        if not self.sources.came(where) and not self.sources.covers(where):
+            return self._why_not_fetch(where) or await self._reload_here(name, path)
+        async with self.sources.at(where, anew=True) as directory:
+            return await self._reload_here(name, directory)
+
+    async def _reload_here(self, name: str, path: str | None) -> Reply:
+        doing = f"the reload of adapter {name!r}"
+        return self._reply(name, await self._in_turn(doing, lambda: self._replace(name, path)))
 
     async def promote(self, name: str, share: float = 1.0, drop: bool = False) -> Reply:
         """Let a plain name mean another of its versions from now on.
@@ -371,6 +442,7 @@ class AdapterLifecycle:
         Raises:
             UnknownAdapterResponse: nothing of that name is loaded.
         """
+        await self.fetch(name, now=True)
         self.check_names(name)
         name = self.key(name)
         if name in self._routed_members:
@@ -627,6 +699,12 @@ class AdapterLifecycle:
             f"a new version of {versions.name!r} must have a number above {versions.last}, its last; got {number}"
         )
 
+    def _why_not_fetch(self, path: str) -> LoadLoRAAdapterReqOutput | None:
+        """The refusal of a URL that is of no source."""
+        if "://" not in path:
+            return None
+        return self._refused(f"{quoted(path)} does not lie below an allowed source (--vlora-adapter-source)")
+
     def _why_fixed(self, name: str) -> LoadLoRAAdapterReqOutput | None:
         """The refusal to change a member of a routed adapter."""
         routed = ", ".join(sorted(routed for routed, members in self._routed_members.items() if name in members))
@@ -675,9 +753,10 @@ def _why_no_path(path: object) -> str | None:
     return None
 
 
-def _changed(ref: LoRARef, name: str, pinned: bool) -> LoRARef:
-    """The same load of an adapter under another name, or with another pin."""
-    new: LoRARef = _sgl.LoRARef(lora_id=ref.lora_id, lora_name=name, lora_path=ref.lora_path, pinned=pinned)
+def _changed(ref: LoRARef, name: str, pinned: bool, path: str | None = None) -> LoRARef:
+    """The same load of an adapter under another name, with another pin, or its files elsewhere."""
+    where = path or ref.lora_path
+    new: LoRARef = _sgl.LoRARef(lora_id=ref.lora_id, lora_name=name, lora_path=where, pinned=pinned)
     return new
 
 

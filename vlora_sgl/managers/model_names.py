@@ -32,17 +32,19 @@ def adapter_named(manager: Any, model: str) -> AdapterId:
         UnknownModelResponse: ``base:adapter`` with an adapter that is loaded, of a base model that is not served.
         UnknownAdapterResponse: anything else but the served model, an adapter, or ``base:adapter`` of a loaded one.
     """
-    adapters, knows = manager.lora_ref_cache, manager.adapters.knows
+    adapters, may_serve = manager.lora_ref_cache, manager.adapters.may_serve
     served = {manager.served_model_name, manager.server_args.model_path, DEFAULT}
-    if knows(model):
+    if manager.adapters.knows(model):
         return model
     if model in served:
         return None
     base, separator, adapter = (part.strip() for part in model.partition(":"))
-    if separator and knows(adapter):
+    if separator and may_serve(adapter):
         if base in served:
             return adapter
         raise UnknownModelResponse(base, manager.served_model_name, adapters)
+    if may_serve(model):
+        return model
     raise UnknownAdapterResponse(adapter if separator and base in served else model, adapters)
 
 
@@ -56,5 +58,5 @@ def resolve_model_name(
     """
     named = adapter_named(self.tokenizer_manager, request_model)
     if named is None and explicit_lora_path:
-        self.tokenizer_manager.adapters.check_names(explicit_lora_path)
+        self.tokenizer_manager.adapters.check_may_serve(explicit_lora_path)
     return explicit_lora_path if named is None else named

@@ -201,6 +201,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         if obj.lora_path is None:
             obj.lora_path = NAMED.get()
         self.gate.check(obj)
+        await self.adapters.fetch(obj.lora_path)
         asked = obj.lora_path
         obj.lora_id = None  # the engine's own name for an adapter; an id that it does not know would end it
         answers = super().generate_request(obj, request)
