@@ -185,6 +185,7 @@ def check_adapters(args: ClusterArgs) -> None:
     Raises:
         ConfigError: one is not there.
     """
+    _ = args.ours.sources
     if args.replicas:
         names.check_directories(names.given_names(args.server)["adapters"])
     if not args.join:
@@ -218,9 +219,10 @@ async def run(args: ClusterArgs) -> None:
         replicas,
         routing,
         links,
-        Settings(args.queue_size, args.patience, args.ours.max_body_bytes),
+        Settings(args.queue_size, args.patience, args.ours.max_body_bytes, args.ours.max_adapter_bytes),
         args.known,
         on_trouble=lambda replica: supervisors[replica.number].suspect(),
+        sources=args.ours.sources,
     )
     if args.log_dir:
         args.log_dir.mkdir(parents=True, exist_ok=True)

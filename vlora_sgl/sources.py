@@ -18,6 +18,7 @@ from vlora_sgl.names import check_adapter_name
 
 PACKAGES = {"hf": "huggingface_hub", "s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
 """What reads each scheme, besides fsspec."""
+CONFIG = "adapter_config.json"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 FORM = "[NAME=]DIR, or [NAME=]URL[#sha256=HEX] with hf://org[/name][@revision], s3://, gs:// or https://"
 
@@ -57,6 +58,11 @@ class Source:
         if self.name is not None:
             return self.place if name == self.name else None
         return f"{self.place}/{name}" if _BELOW.fullmatch(name) else None
+
+    def may_have(self, name: str) -> bool:
+        """Whether it could have an adapter of that name; of a folder, whether it has."""
+        place = self.place_of(name)
+        return place is not None and (not self.is_folder or (Path(place) / CONFIG).is_file())
 
     def covers(self, place: str) -> bool:
         """Whether a place is this one, or below it."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.support.replicas import ADMIN, FakeCluster, cluster
@@ -16,6 +17,7 @@ from vlora_sgl.cluster.catalogue import members_of
 from vlora_sgl.cluster.links import Keys
 from vlora_sgl.cluster.placement import Affinity, RoundRobin
 from vlora_sgl.cluster.replica_router import Settings
+from vlora_sgl.sources import Source
 
 Story = Callable[[FakeCluster], Awaitable[None]]
 
@@ -301,6 +303,7 @@ def test_a_replica_that_comes_back_is_told_what_has_changed() -> None:
         await made.post("/unload_lora_adapter", {"lora_name": "gone"}, ADMIN)
         await made.post("/reload_lora_adapter", {"lora_name": "new", "lora_path": "/new"}, ADMIN)
         made.fakes[0].adapters = {"gone": "/gone", "new": "/old", "own": "/own"}  # what its flags say
+        made.fakes[0].versions = {}
         made.router.replicas[0].end()
         await made.router.ready(made.router.replicas[0])
         assert made.fakes[0].adapters == {"new": "/new", "own": "/own"} == made.router.replicas[0].loaded
@@ -395,3 +398,123 @@ def test_a_cluster_that_stops_refuses_who_comes_and_who_waits_and_answers_who_ru
         assert [(await one)[0] for one in running] == [200, 200]
 
     play(story, limit=1, routing=RoundRobin())
+
+
+# Versions
+
+
+def sent(name: str, content: bytes) -> aiohttp.FormData:
+    form = aiohttp.FormData()
+    form.add_field("lora_name", name)
+    form.add_field("adapter_config.json", b"{}", filename="adapter_config.json")
+    form.add_field("adapter_model.safetensors", content, filename="adapter_model.safetensors")
+    return form
+
+
+async def send(made: FakeCluster, route: str, name: str, content: bytes) -> int:
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    async with made.client.post(made.url + route, data=sent(name, content), headers=headers) as answer:
+        return answer.status
+
+
+async def everywhere(made: FakeCluster, name: str = "a") -> None:
+    for replica in made.router.replicas:
+        await made.router.catalogue.bring([name], replica)
+
+
+def test_an_adapter_that_is_sent_reaches_every_replica_that_needs_it() -> None:
+    async def story(made: FakeCluster) -> None:
+        assert await send(made, "/load_lora_adapter", "a", b"first") == 200
+        assert sum(bool(fake.adapters) for fake in made.fakes) == 1
+        await everywhere(made)
+        assert made.fakes[0].adapters == made.fakes[1].adapters and b"first" in str(made.fakes[0].adapters).encode()
+        assert await send(made, "/reload_lora_adapter", "a", b"second") == 200
+        for fake in made.fakes:
+            assert (
+                list(fake.adapters) == ["a"] and "second" in fake.adapters["a"] and "first" not in fake.adapters["a"]
+            )
+            assert fake.versions["a"].current == 2
+        made.fakes[0].adapters, made.fakes[0].versions = {}, {}
+        made.router.replicas[0].end()
+        await made.router.ready(made.router.replicas[0])  # it was started again, and has nothing
+        await everywhere(made)
+        assert made.fakes[0].adapters == made.fakes[1].adapters and made.fakes[0].versions["a"].current == 2
+        await made.post("/unload_lora_adapter", {"lora_name": "a"}, ADMIN)
+        assert made.router.catalogue.files == {} == made.fakes[0].adapters
+
+    play(story)
+
+
+def test_an_adapter_that_is_sent_is_bounded_and_needs_the_key() -> None:
+    async def story(made: FakeCluster) -> None:
+        assert await send(made, "/load_lora_adapter", "a", b"x" * 5000) == 413
+        async with made.client.post(f"{made.url}/load_lora_adapter", data=sent("a", b"x")) as answer:
+            assert answer.status == 401
+        headers = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "multipart/form-data; boundary=x"}
+        async with made.client.post(f"{made.url}/load_lora_adapter", data=b"--y", headers=headers) as answer:
+            assert answer.status == 400, await answer.text()
+        assert [fake.orders for fake in made.fakes] == [[], []]
+
+    play(story, settings=Settings(patience=0.5, adapter=4096))
+
+
+def test_versions_agree_wherever_an_adapter_is_and_comes_to() -> None:
+    async def story(made: FakeCluster) -> None:
+        load = {"lora_name": "a", "lora_path": "/a"}
+        assert (await made.post("/load_lora_adapter", load, ADMIN))[0] == 200
+        for number in (2, 3):
+            load = {"lora_name": f"a@{number}", "lora_path": f"/a{number}"}
+            assert (await made.post("/load_lora_adapter", load, ADMIN))[0] == 200
+        assert (await made.post("/load_lora_adapter", load, ADMIN))[0] == 400, "there already"
+        assert (await made.post("/promote_lora_adapter", {"lora_name": "a@2"}, ADMIN))[0] == 200
+        assert (await made.post("/promote_lora_adapter", {"lora_name": "a@3", "share": 0.25}, ADMIN))[0] == 200
+        await everywhere(made)
+        first, second = (fake.versions["a"] for fake in made.fakes)
+        assert made.fakes[0].adapters == made.fakes[1].adapters == {"a": "/a2", "a@1": "/a", "a@3": "/a3"}
+        assert (first.current, first.others, first.shares) == (second.current, second.others, second.shares)
+        assert (first.current, first.shares) == (2, {3: 0.25})
+        for name, status in (("a@1", 200), ("a@2", 200), ("a@3", 200), ("a@4", 404), ("b@1", 404)):
+            assert (await made.ask(name))[0] == status
+        for _ in range(2):  # the trial ends, then the promotion
+            assert (await made.post("/roll_back_lora_adapter", {"lora_name": "a"}, ADMIN))[0] == 200
+        assert [(fake.versions["a"].current, fake.versions["a"].shares) for fake in made.fakes] == [(1, {})] * 2
+        assert (await made.post("/unload_lora_adapter", {"lora_name": "a@3"}, ADMIN))[0] == 200
+        assert (await made.post("/reload_lora_adapter", {"lora_name": "a", "lora_path": "/b"}, ADMIN))[0] == 200
+        assert [fake.adapters for fake in made.fakes] == [{"a": "/b", "a@2": "/a2"}] * 2
+        assert [fake.versions["a"].current for fake in made.fakes] == [4, 4]
+        rows = (await made.get("/lora_adapters"))["adapters"]
+        assert sorted((row["name"], row["version"], row["replica"]) for row in rows) == [
+            ("a", 4, 0), ("a", 4, 1), ("a@2", 2, 0), ("a@2", 2, 1),
+        ]  # fmt: skip
+        for order in ({"lora_name": "a"}, {"lora_name": "a@2", "share": 2}, {"lora_name": "a@2", "share": "x"}):
+            assert (await made.post("/promote_lora_adapter", order, ADMIN))[0] == 400
+        assert (await made.post("/promote_lora_adapter", {"lora_name": "a@9"}, ADMIN))[0] == 404
+
+    play(story)
+
+
+def test_a_version_that_one_replica_refuses_is_on_none() -> None:
+    async def story(made: FakeCluster) -> None:
+        await made.post("/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, ADMIN)
+        await everywhere(made)
+        made.fakes[1].broken = "/b"
+        for route, name in (("/reload_lora_adapter", "a"), ("/load_lora_adapter", "a@2")):
+            assert (await made.post(route, {"lora_name": name, "lora_path": "/b"}, ADMIN))[0] == 400
+            assert [fake.adapters for fake in made.fakes] == [{"a": "/a"}] * 2
+        made.fakes[1].broken = ""
+        assert (await made.post("/reload_lora_adapter", {"lora_name": "a@9", "lora_path": "/b"}, ADMIN))[0] == 200
+        assert [fake.versions["a"].current for fake in made.fakes] == [9, 9]
+
+    play(story)
+
+
+def test_what_replicas_may_have_from_a_source_is_theirs_to_find() -> None:
+    async def story(made: FakeCluster) -> None:
+        status, body = await made.ask("fire")
+        assert (status, body["has"]) == (200, []), "nothing was loaded there for it"
+        assert (await made.ask("../fire"))[0] == 404
+        made.fakes[0].adapters = {"fire": "/cache/fire"}  # as it would do by itself
+        assert (await made.post("/reload_lora_adapter", {"lora_name": "fire", "lora_path": "/new"}, ADMIN))[0] == 200
+        assert [fake.adapters for fake in made.fakes] == [{"fire": "/new"}, {}]
+
+    play(story, sources=[Source("s3://bucket/adapters")])

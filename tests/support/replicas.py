@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,9 @@ from vlora_sgl.cluster.live import PageRoutes
 from vlora_sgl.cluster.placement import Affinity, Routing
 from vlora_sgl.cluster.replica import Replica
 from vlora_sgl.cluster.replica_router import Router, Settings
+from vlora_sgl.names import split_version
+from vlora_sgl.sources import Source
+from vlora_sgl.versions import Versions
 
 ADMIN = "secret"
 SETTINGS, KEYS = Settings(patience=0.5), Keys(admin=ADMIN)
@@ -26,22 +29,26 @@ class FakeReplica:
     """Speaks as much of a server's HTTP as the replica router uses.
 
     Attributes:
-        adapters: loaded ones, path by name.
+        adapters: loaded ones, path by name; versions that are not current by name and number.
+        versions: by name.
         bodies: of the requests it got.
         orders: paths of the orders it got.
         hold: while unset, no request is answered.
+        broken: path of an adapter that it refuses.
         chunks: events of a stream, before the last.
         watchers: of its live events.
     """
 
     def __init__(self) -> None:
         self.adapters: dict[str, str] = {}
+        self.versions: dict[str, Versions] = {}
         self.bodies: list[Any] = []
         self.orders: list[str] = []
         self.hold = asyncio.Event()
         self.hold.set()
         self.chunks, self.stop_after = 3, 99
         self.watchers = 0
+        self.broken = "broken"
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -50,10 +57,11 @@ class FakeReplica:
         app.router.add_get("/health", self._fine)
         app.router.add_get("/model_info", self._info)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/lora_adapters", self._rows)
         app.router.add_get("/v1/tokenize", self._fine)
         app.router.add_get("/vlora/live", self._live)
         app.router.add_post("/flush_cache", self._order)
-        for verb in ("load", "unload", "reload", "pin"):
+        for verb in ("load", "unload", "reload", "pin", "promote", "roll_back"):
             app.router.add_post(f"/{verb}_lora_adapter", self._order)
         for path in ("/generate", "/v1/chat/completions", "/v1/vision/classify"):
             app.router.add_post(path, self._serve)
@@ -106,15 +114,63 @@ class FakeReplica:
             return web.Response(text="Cache flushed.")
         if request.headers.get("Authorization") != f"Bearer {ADMIN}":
             return web.json_response({"error": "Unauthorized"}, status=401)
-        body = json.loads(await request.text())
-        name, path = body["lora_name"], body.get("lora_path")
-        if path == "broken" or (request.path.startswith("/load") and name in self.adapters):
-            return web.json_response({"success": False, "error_message": f"no {name} from {path}"}, status=400)
-        if request.path.startswith("/unload"):
-            del self.adapters[name]
-        elif path:
-            self.adapters[name] = path
+        if request.content_type == "multipart/form-data":
+            form = await request.post()
+            body = {name: value for name, value in form.items() if isinstance(value, str)}
+            sent = {name: value.file.read() for name, value in form.items() if not isinstance(value, str)}
+            body["lora_path"] = repr(sorted(sent.items()))
+        else:
+            body = json.loads(await request.text())
+        refusal = self._done(request.path, body)
+        if refusal is not None:
+            return web.json_response({"success": False, "error_message": refusal}, status=400)
         return web.json_response({"success": True, "report": "all matched"})
+
+    def _versions(self, name: str) -> Versions:
+        return self.versions.setdefault(name, Versions(name))
+
+    def _done(self, order: str, body: Any) -> str | None:
+        """Carry out an order as a server does; the refusal."""
+        name, number = split_version(body["lora_name"])
+        path, known = body.get("lora_path"), name in self.adapters
+        versions = self._versions(name) if known else Versions(name, current=number or 1)
+        if path == self.broken:
+            return f"no {name} from {path}"
+        if order == "/load_lora_adapter":
+            if known and (number is None or number <= versions.last):
+                return f"{body['lora_name']} is loaded already"
+            versions.add(number or 1, "", in_place=False)
+            self.versions[name] = versions
+            self.adapters[versions.key(number or 1)] = str(path)
+        elif order == "/promote_lora_adapter":
+            assert number in versions.numbers()
+            if number == versions.current:
+                versions.shares = {}
+            elif body["share"] < 1:
+                versions.try_out(number, body["share"])
+            else:
+                names = versions.promote(number)
+                self.adapters |= {names[key]: self.adapters.pop(key) for key in names}
+                if body.get("drop"):
+                    self._done("/unload_lora_adapter", {"lora_name": f"{name}@{versions.before}"})
+        elif order == "/unload_lora_adapter":
+            whole = number is None or versions.key(number) == name
+            for one in versions.numbers() if whole else [int(number or 0)]:
+                self.adapters.pop(versions.key(one))
+                versions.forget(one)
+            if whole:
+                self.versions.pop(name, None)
+        return None
+
+    async def _rows(self, request: web.Request) -> web.Response:
+        rows = []
+        for key, path in self.adapters.items():
+            name, number = split_version(key)
+            versions = self._versions(name)
+            number = number or versions.current
+            row = {"name": key, "adapter": name, "version": number, "share": versions.share_of(number), "path": path}
+            rows.append({**row, "residency": "host"})
+        return web.json_response({"adapters": rows})
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
@@ -173,6 +229,7 @@ async def cluster(
     known: dict[str, str] | None = None,
     settings: Settings = SETTINGS,
     keys: Keys = KEYS,
+    sources: Sequence[Source] = (),
 ) -> AsyncIterator[FakeCluster]:
     """Start everything; every replica serves when this returns."""
     async with contextlib.AsyncExitStack() as stack:
@@ -181,7 +238,7 @@ async def cluster(
             await fake.start()
         session = await stack.enter_async_context(new_session())
         views = [Replica(number, fake.url, limit) for number, fake in enumerate(fakes)]
-        router = Router(views, routing or Affinity(slots=4), Links(session, keys), settings, known)
+        router = Router(views, routing or Affinity(slots=4), Links(session, keys), settings, known, sources=sources)
         runner = web.AppRunner(
             router.application(AdapterRoutes(router).mount, PageRoutes(router).mount),
             handler_cancellation=True,

@@ -1,49 +1,75 @@
-"""Adapters of a cluster: what is known by which name, and how it comes to a replica."""
+"""Adapters of a cluster: what is known by which name, in which versions, and how it comes to a replica.
+
+The cluster gives every version its number, so that a number means the same on every replica. All versions of a name
+are wherever the name is.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vlora_sgl.cluster.links import Links, Refused
 from vlora_sgl.cluster.replica import Replica
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import AdapterError, UnknownAdapterError
 from vlora_sgl.files import is_there
+from vlora_sgl.names import split_version, versioned
+from vlora_sgl.sources import Source
+from vlora_sgl.versions import Versions
+
+Files = Mapping[str, bytes]
+"""An adapter that came in a request: its files by name."""
 
 
 class Catalogue:
     """What the cluster knows, wherever it is loaded.
 
     Attributes:
-        paths: of the adapters, by name.
+        paths: of the adapters, by name; of versions that are not current, by name and number.
+        files: of those that came in requests, likewise.
+        versions: by name.
         pinned: names of those that keep their device slots.
         bases: names of the base model.
 
     Args:
         links: to the replicas.
         paths: adapters known from the start, and loaded when asked for.
+        sources: where replicas have others from.
     """
 
-    def __init__(self, links: Links, paths: Mapping[str, str]) -> None:
-        self.links = links
+    def __init__(self, links: Links, paths: Mapping[str, str], sources: Sequence[Source] = ()) -> None:
+        self.links, self.sources = links, sources
         self.paths = dict(paths)
+        self.files: dict[str, Files] = {}
+        self.versions = {name: Versions(name) for name in paths}
         self.pinned: set[str] = set()
         self.bases: set[str] = {"default"}
         self._unloaded: set[str] = set()
 
-    def add(self, name: str, path: str, pinned: bool) -> None:
-        """A name means this adapter from now on."""
-        self.paths[name] = path
-        self._unloaded.discard(name)
-        if pinned:
-            self.pinned.add(name)
+    # Names
 
-    def remove(self, name: str) -> None:
-        """A name means nothing from now on."""
-        self.paths.pop(name, None)
-        self.pinned.discard(name)
-        self._unloaded.add(name)
+    def __contains__(self, name: object) -> bool:
+        """Whether a replica can serve an adapter of that name."""
+        return isinstance(name, str) and (self.key(name) in self.paths or self.may_come(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def may_come(self, name: str) -> bool:
+        """Whether replicas might have it from a source."""
+        plain = split_version(name)[0]
+        return plain not in self.bases and any(source.may_have(plain) for source in self.sources)
+
+    def key(self, name: str) -> str:
+        """What a version is called in the tables."""
+        plain, number = split_version(name)
+        versions = self.versions.get(plain)
+        return name if number is None or versions is None else versions.key(number)
 
     def path_of(self, name: str) -> str:
         """Where an adapter is.
@@ -51,9 +77,64 @@ class Catalogue:
         Raises:
             UnknownAdapterError: there is none of that name.
         """
-        if name not in self.paths:
+        if self.key(name) not in self.paths:
             raise UnknownAdapterError(name, self.paths)
-        return self.paths[name]
+        return self.paths[self.key(name)]
+
+    # What changes
+
+    def add(self, name: str, number: int, path: str, files: Files) -> None:
+        """A version is loaded: the first of its name, or beside the current one."""
+        versions = self.versions.setdefault(name, Versions(name, current=number))
+        versions.add(number, "", in_place=False)
+        self.paths[versions.key(number)] = path
+        if files:
+            self.files[versions.key(number)] = files
+        self._unloaded.discard(name)
+
+    def promote(self, name: str, number: int, share: float, drop: bool) -> None:
+        """As ``AdapterLifecycle.promote``."""
+        versions = self.versions[name]
+        if number == versions.current:
+            versions.shares = {}
+        elif share < 1:
+            versions.try_out(number, share)
+        else:
+            names = versions.promote(number)
+            self.paths |= {names[key]: self.paths.pop(key) for key in names}
+            self.files |= {names[key]: self.files.pop(key) for key in names if key in self.files}
+            if drop and versions.before is not None:
+                self.remove(versioned(name, versions.before))
+
+    def remove(self, name: str) -> None:
+        """A name, with all its versions, or one of them, means nothing from now on."""
+        plain = split_version(name)[0]
+        versions, key = self.versions[plain], self.key(name)
+        if key == plain:
+            self.versions.pop(plain)
+            self.pinned.discard(plain)
+            self._unloaded.add(plain)
+        for number in versions.numbers() if key == plain else [int(split_version(key)[1] or 0)]:
+            self.paths.pop(versions.key(number), None)
+            self.files.pop(versions.key(number), None)
+            versions.forget(number)
+
+    def learn(self, rows: Iterable[JsonDict]) -> None:
+        """What a replica's ``/lora_adapters`` says of names that are not known."""
+        for row in sorted(rows, key=lambda row: row["version"]):
+            name, number = row["adapter"], row["version"]
+            if row["name"] == name:  # it is current
+                versions = self.versions.setdefault(name, Versions(name, current=number, last=number))
+                versions.current = number
+            else:
+                versions = self.versions.setdefault(name, Versions(name, current=0))
+                versions.others.add(number)
+                if row["share"]:
+                    versions.shares[number] = row["share"]
+            versions.last = max(versions.last, number)
+            self.paths[row["name"]] = row["path"]
+
+    # Replicas
 
     async def align(self, replica: Replica) -> dict[str, str]:
         """Bring a replica that has just started in line. Its adapters, path by name.
@@ -61,47 +142,94 @@ class Catalogue:
         Those that it came with are the cluster's from now on, unless they were replaced or unloaded meanwhile.
 
         Raises:
+            AdapterError: it refuses an adapter that others have.
             Refused: it does not do what it is told.
             NotSent: it does not answer.
         """
-        loaded: dict[str, str] = {}
         self.bases.add(json.loads(await self.links.order(replica, "GET", "/model_info"))["model_path"])
         for card in json.loads(await self.links.order(replica, "GET", "/v1/models"))["data"]:
-            name, path = card["id"], card.get("root") or card["id"]
             if not card.get("parent"):
-                self.bases.add(name)
-            elif name in self._unloaded:
-                await self.links.order(replica, "POST", "/unload_lora_adapter", {"lora_name": name})
-            else:
-                loaded[name] = self.paths.setdefault(name, path)
-                if loaded[name] != path:
-                    body = {"lora_name": name, "lora_path": loaded[name]}
-                    await self.links.order(replica, "POST", "/reload_lora_adapter", body)
+                self.bases.add(card["id"])
+        rows = await self.adapters_of(replica)
+        loaded: dict[str, str] = {}
+        for name in {row["adapter"]: None for row in rows}:
+            here = [row for row in rows if row["adapter"] == name]
+            if name not in self.versions and name not in self._unloaded:
+                self.learn(here)
+            if name in self.versions and self._agrees(name, here):
+                loaded[name] = self.paths[name]
+                continue
+            await self.links.order(replica, "POST", "/unload_lora_adapter", {"lora_name": name})
+            if name in self.versions:
+                await self.bring([name], replica)
+                loaded[name] = self.paths[name]
         return loaded
 
+    async def adapters_of(self, replica: Replica) -> list[JsonDict]:
+        """What a replica's ``/lora_adapters`` says."""
+        rows: list[JsonDict] = json.loads(await self.links.order(replica, "GET", "/lora_adapters"))["adapters"]
+        return rows
+
+    def _agrees(self, name: str, rows: Sequence[JsonDict]) -> bool:
+        """Whether a replica has the versions that the cluster has."""
+        versions = self.versions[name]
+        known = {self._called(name, number): self.paths[versions.key(number)] for number in versions.numbers()}
+        there = {self._called(name, row["version"]): row["path"] for row in rows}
+        current = {row["version"] for row in rows if row["name"] == name}
+        sent = any(versions.key(number) in self.files for number in versions.numbers())
+        return known == there and current == {versions.current} and not versions.shares and not sent
+
     async def bring(self, names: Iterable[str], replica: Replica) -> None:
-        """Load adapters on a replica, each once, unless they are there.
+        """Load adapters on a replica, each once and in all its versions, unless they are there.
 
         Raises:
             AdapterError: the replica refuses one.
             UnknownAdapterError: there is none of that name.
             NotSent: the replica does not answer.
         """
-        for name in names:
-            if replica.holds(name):
+        for name in {split_version(one)[0]: None for one in names}:
+            if replica.holds(name) or (name not in self.versions and self.may_come(name)):
                 continue
             async with replica.lock(name):
                 if replica.holds(name):
                     continue
                 path = self.path_of(name)
                 await self.bring(members_of(path, name), replica)
-                body = {"lora_name": name, "lora_path": path, "pinned": name in self.pinned}
                 try:
-                    await self.links.order(replica, "POST", "/load_lora_adapter", body)
+                    await self._load(name, replica)
                 except Refused as refusal:
                     raise AdapterError(f"adapter {name!r} cannot be loaded: {refusal}") from None
                 replica.loaded[name] = path
                 replica.loads += 1
+
+    async def _load(self, name: str, replica: Replica) -> None:
+        """Load all versions of a name: upwards, as their numbers are, and then which of them is current."""
+        versions = self.versions[name]
+        first, *_ = numbers = versions.numbers()
+        for number in numbers:
+            key, pinned = versions.key(number), number == versions.current and name in self.pinned
+            fields = {"lora_name": self._called(name, number), "lora_path": self.paths[key], "pinned": pinned}
+            await self.load_on(replica, fields, self.files.get(key, {}))
+        promoted = {versions.current: 1.0} if versions.current != first else {}
+        for number, share in {**promoted, **versions.shares}.items():
+            order = {"lora_name": versioned(name, number), "share": share}
+            await self.links.order(replica, "POST", "/promote_lora_adapter", order)
+
+    async def load_on(self, replica: Replica, fields: JsonDict, files: Files) -> bytes:
+        """Load an adapter on a replica, from where it is or by its files; the answer.
+
+        Raises:
+            Refused: the replica does.
+            NotSent: it does not answer.
+        """
+        if files:
+            fields = {name: value for name, value in fields.items() if name != "lora_path"}
+        return await self.links.order(replica, "POST", "/load_lora_adapter", fields, files=files)
+
+    @staticmethod
+    def _called(name: str, number: int) -> str:
+        """What a version is called when it is loaded; the first is what a name is without any number."""
+        return name if number == 1 else versioned(name, number)
 
 
 def members_of(path: str, name: str) -> tuple[str, ...]:

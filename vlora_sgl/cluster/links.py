@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -18,7 +19,7 @@ HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "expect"}
 )
-ADAPTER_ORDERS = tuple(f"/{verb}_lora_adapter" for verb in ("load", "reload", "pin", "unload"))
+ADAPTER_ORDERS = tuple(f"/{verb}_lora_adapter" for verb in ("load", "reload", "pin", "unload", "promote", "roll_back"))
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Links:
 
     @asynccontextmanager
     async def send(
-        self, replica: Replica, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+        self, replica: Replica, method: str, path: str, body: Any, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A replica's answer, as far as its headers.
 
@@ -106,8 +107,12 @@ class Links:
         path: str,
         body: bytes | Mapping[str, object] | None = None,
         headers: Mapping[str, str] | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> bytes:
         """Ask something of a replica; by default in the router's own name.
+
+        Args:
+            files: that go with the fields of a body that is an object.
 
         Raises:
             Refused: any status but 200.
@@ -116,8 +121,10 @@ class Links:
         if headers is None:
             key = self.keys.of(path)
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        data: Any = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         sent = {**headers, "Content-Type": "application/json"} if data else headers
+        if files and isinstance(body, Mapping):
+            data, sent = _form(body, files), headers
         try:
             async with self.send(replica, method, path, data, sent) as answer:
                 text = await answer.read()
@@ -126,6 +133,15 @@ class Links:
         if answer.status != 200:
             raise Refused(answer.status, text)
         return text
+
+
+def _form(fields: Mapping[str, object], files: Mapping[str, bytes]) -> aiohttp.FormData:
+    form = aiohttp.FormData()
+    for name, value in fields.items():
+        form.add_field(name, str(value).lower() if isinstance(value, bool) else str(value))
+    for name, content in files.items():
+        form.add_field(name, content, filename=name, content_type="application/octet-stream")
+    return form
 
 
 def _reason(body: bytes) -> str:

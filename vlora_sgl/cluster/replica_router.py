@@ -24,7 +24,15 @@ from vlora_sgl.cluster.placement import Routing
 from vlora_sgl.cluster.replica import Replica, ReplicaGone
 from vlora_sgl.cluster.routing_keys import read
 from vlora_sgl.core import JsonDict
-from vlora_sgl.errors import BodyTooLargeError, ClusterError, ReplicaLostError, StoppingError, VLoraError
+from vlora_sgl.errors import (
+    AdapterError,
+    BodyTooLargeError,
+    ClusterError,
+    ReplicaLostError,
+    StoppingError,
+    VLoraError,
+)
+from vlora_sgl.sources import Source
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,11 +66,13 @@ class Settings:
         queue: most requests that wait, all replicas together.
         patience: seconds that a request waits while no replica serves.
         body: most bytes of a request's body.
+        adapter: most bytes of an adapter in a request's body.
     """
 
     queue: int = 4096
     patience: float = 60.0
     body: int = 128 * 2**20
+    adapter: int = 2**30
 
 
 class Router:
@@ -80,6 +90,7 @@ class Router:
         settings: see there.
         known: paths of adapters by name, to be loaded when asked for.
         on_trouble: called with a replica that did not answer.
+        sources: where replicas have other adapters from.
     """
 
     def __init__(
@@ -90,9 +101,10 @@ class Router:
         settings: Settings,
         known: Mapping[str, str] | None = None,
         on_trouble: Callable[[Replica], None] = lambda replica: None,
+        sources: Sequence[Source] = (),
     ) -> None:
         self.replicas, self.routing, self.links, self.settings = replicas, routing, links, settings
-        self.catalogue = Catalogue(links, known or {})
+        self.catalogue = Catalogue(links, known or {}, sources)
         self.on_trouble = on_trouble
         self.sent_again = self.lost = 0
         self._stopping = False
@@ -158,7 +170,7 @@ class Router:
         """
         try:
             replica.begin(await self.catalogue.align(replica))
-        except (NotSent, Refused) as error:
+        except (AdapterError, NotSent, Refused) as error:
             raise ClusterError(
                 f"replica {replica.number} at {replica.url} does not do as it is told: {error}"
             ) from error
@@ -198,7 +210,7 @@ class Router:
             ClusterError: too many requests wait, or nobody serves.
         """
         body = await request.read()
-        wanted = read(body, self.catalogue.paths, self.catalogue.bases)
+        wanted = read(body, self.catalogue, self.catalogue.bases)
         if self._patient + sum(replica.waiting for replica in self.replicas) >= self.settings.queue:
             raise ClusterError(f"{self.settings.queue} requests are waiting already")
         losses = 0

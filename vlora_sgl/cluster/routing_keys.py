@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from vlora_sgl.combined import members
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import UnknownAdapterError
+from vlora_sgl.names import split_version
 from vlora_sgl.strict_json import read_json
 
 
@@ -57,6 +58,7 @@ def read(body: bytes, adapters: Collection[str], bases: Collection[str]) -> Want
     for name in names:
         if name not in adapters:
             raise UnknownAdapterError(name, adapters)
+    names = [split_version(name)[0] for name in names]  # all versions of a name are wherever it is
     ordered = tuple(sorted(set(names), key=lambda name: (-names.count(name), names.index(name))))
     return Wanted(ordered, _digest(_first_image(data)))
 

@@ -32,11 +32,11 @@ from vlora_sgl.managers.adapter_cache import AdapterCache
 from vlora_sgl.managers.adapter_sources import AdapterSources
 from vlora_sgl.managers.folder_watch import FolderWatch
 from vlora_sgl.managers.uploads import Uploads
-from vlora_sgl.managers.versions import Versions
 from vlora_sgl.managers.waits import Turns, behind, limit_of, within
 from vlora_sgl.names import check_adapter_name, check_path, split_version, versioned
 from vlora_sgl.routed.spec import is_routed, member_names
 from vlora_sgl.server_args import VLoraArgs
+from vlora_sgl.versions import Versions
 
 logger = logging.getLogger(__name__)
 

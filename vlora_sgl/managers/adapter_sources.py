@@ -21,7 +21,7 @@ from fastapi import HTTPException
 
 from vlora_sgl.errors import AdapterSourceError, AdapterUnavailableError, VLoraError, WaitError, quoted
 from vlora_sgl.managers.adapter_cache import AdapterCache
-from vlora_sgl.managers.downloads import CONFIG, Download, NotThere, download
+from vlora_sgl.managers.downloads import Download, NotThere, download
 from vlora_sgl.managers.waits import behind, limit_of
 from vlora_sgl.names import DEFAULT
 from vlora_sgl.sources import Source
@@ -101,7 +101,7 @@ class AdapterSources:
                 yield source.name, source.place
             elif source.is_folder:
                 below = sorted(Path(source.place).iterdir())
-                yield from ((one.name, str(one)) for one in below if self._in_folder(source, one.name))
+                yield from ((one.name, str(one)) for one in below if source.may_have(one.name))
 
     async def want(self, name: str, now: bool = False) -> None:
         """Have an adapter loaded that is not; whoever comes while it is on its way waits for the same.
@@ -212,14 +212,8 @@ class AdapterSources:
 
     def _places(self, name: str) -> Iterator[tuple[Source, str]]:
         for source in self.sources:
-            place = source.place_of(name)
-            if place is not None and (not source.is_folder or self._in_folder(source, name)):
-                yield source, place
-
-    @staticmethod
-    def _in_folder(source: Source, name: str) -> bool:
-        place = source.place_of(name)
-        return place is not None and (Path(place) / CONFIG).is_file()
+            if source.may_have(name):
+                yield source, str(source.place_of(name))
 
 
 def _status(error: Exception) -> int:

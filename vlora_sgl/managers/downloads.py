@@ -17,9 +17,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vlora_sgl.errors import AdapterSourceError, AdapterUnavailableError, VLoraError
-from vlora_sgl.sources import LOOPBACK
+from vlora_sgl.sources import CONFIG, LOOPBACK
 
-SUMS, CONFIG, WEIGHTS = "SHA256SUMS", "adapter_config.json", "adapter_model.safetensors"
+SUMS, WEIGHTS = "SHA256SUMS", "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 OPTIONAL = ("vlora_adapter.json", "vlora_heads.safetensors", "added_tokens.json")
 CONNECT_S, SILENCE_S = 10.0, 30.0

@@ -12,8 +12,8 @@ from typing import Any
 
 from vlora_sgl import _sgl
 from vlora_sgl.errors import VLoraError
-from vlora_sgl.managers.downloads import CONFIG
 from vlora_sgl.managers.waits import behind
+from vlora_sgl.sources import CONFIG
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,6 @@ from vlora_sgl.managers.model_names import NAMED
 from vlora_sgl.managers.shutdown import Shutdown
 from vlora_sgl.managers.stopping import show_regex
 from vlora_sgl.managers.unreadable import refusing_what_cannot_be_read
-from vlora_sgl.managers.versions import conversations
 from vlora_sgl.managers.waits import behind, limit_of, within
 from vlora_sgl.multimodal.markers import Markers
 from vlora_sgl.multimodal.opening import naming_images
@@ -43,6 +42,7 @@ from vlora_sgl.multimodal.words import Words
 from vlora_sgl.request import show
 from vlora_sgl.seams import Stage
 from vlora_sgl.server_args import VLoraArgs
+from vlora_sgl.versions import conversations
 
 logger = logging.getLogger(__name__)
 
