@@ -69,7 +69,7 @@ def serving(options: argparse.Namespace) -> Iterator[Served]:
             model = Model(Path(options.model_path), adapters, trained=True)
         else:
             model = embedded_model() or random_model(Path(scratch))
-        with _server(model, Path(scratch) / "server.log") as url:
+        with server(model, Path(scratch) / "server.log") as url:
             yield Served(vlora.Runtime(url), tuple(model.adapters), not options.model_path, model.trained)
 
 
@@ -96,7 +96,8 @@ def random_model(directory: Path) -> Model:
 
 
 @contextmanager
-def _server(model: Model, log: Path) -> Iterator[str]:
+def server(model: Model, log: Path, *flags: str) -> Iterator[str]:
+    """The address of a server of its own, which ends with the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -104,6 +105,7 @@ def _server(model: Model, log: Path) -> Iterator[str]:
     if model.adapters:
         command += ["--enable-lora", "--lora-paths", *(f"{name}={path}" for name, path in model.adapters.items())]
         command += ["--max-loras-per-batch", str(min(len(model.adapters), 8))]
+    command += flags
     print(f"Starting {model.path.name} with adapters {', '.join(model.adapters) or 'none'} ...", flush=True)
     begin = time.monotonic()
     with log.open("wb") as output:

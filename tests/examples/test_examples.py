@@ -93,3 +93,22 @@ def test_the_embedded_model_names_actions_and_places_objects(embedded: str, tmp_
     assert sum(row["action"] == row["truth"] for row in rows) >= 0.75 * len(rows), printed
     named = [row["shows"] in {box["label"] for box in row["objects"]} for row in rows if "shows" in row]
     assert len(named) == 6 and sum(named) >= 5, printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_policy_learns_to_count_from_the_server_s_answers(tmp_path: Path) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import rl_counting as example
+        from serving import Model, server
+
+        from benchmarks.serving.bench_sources import logprob_bound
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    with server(Model(example.tiny.path(), {}, trained=True), tmp_path / "log", *example.FLAGS) as url:
+        policy = example.Policy(url, seed=0)
+        learned = example.learn(policy, seed=0, steps=12)
+    assert learned["before"] == pytest.approx(0.26, abs=0.02), "what the model's card says"
+    assert learned["after"] - learned["before"] > 0.1
+    assert 0 < learned["apart"] < logprob_bound(policy, example.counting()[2][0])
