@@ -340,7 +340,8 @@ def test_the_least_recently_used_leave_and_what_is_in_use_stays(tmp_path: Path) 
         cache.release(str(kept[name]))
         os.utime(kept[name], (age, age))
     used.add(str(kept["a"]))
-    cache.touch(kept["b"])
+    cache.hold(kept["b"])
+    cache.release(str(kept["b"]))
     kept["d"] = adapter(cache, "d", 30)
     assert [name for name, path in kept.items() if path.is_dir()] == ["a", "b", "d"]
     with pytest.raises(AdapterUnavailableError, match="no room for 50 bytes"):
@@ -584,3 +585,21 @@ def test_nothing_is_found_beside_a_folder(tmp_path: Path) -> None:
     )
     assert sources.may_have("fire")
     assert not any(map(sources.may_have, ("../out", "..", ".hidden", "fire/..", str(tmp_path / "out"), "default")))
+
+
+def test_what_nobody_foresaw_is_told_and_remembered_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        front, asked = Arriving(tmp_path, monkeypatch, "https://host/a"), []
+
+        def broken(*given: Any) -> None:
+            asked.append(given)
+            raise ZeroDivisionError("key=secret")
+
+        front.adapters.sources._fetch = broken
+        for _ in range(3):
+            with pytest.raises(SourceResponse, match=r"ZeroDivisionError$") as told:
+                await front.ask("fire")
+            assert told.value.status_code == 502
+        assert len(asked) == 1
+
+    run(scenario())

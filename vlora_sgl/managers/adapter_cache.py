@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class AdapterCache:
 
     def __init__(self, root: Path, most: int, in_use: Callable[[], Collection[str]] = tuple) -> None:
         self.root, self.most, self._in_use = root, most, in_use
-        self._held: set[str] = set()
+        self._held: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def coming(self) -> Path:
@@ -57,13 +58,20 @@ class AdapterCache:
                 self._make_room(_size(directory))
                 with contextlib.suppress(FileExistsError):  # another server was first
                     directory.rename(kept)
-            self._held.add(str(kept))
-        self.touch(kept)
+            self._held[str(kept)] += 1
         return kept
 
+    def hold(self, directory: Path) -> None:
+        """An adapter is used now, and stays until ``release``."""
+        with self._lock:
+            self._held[str(directory)] += 1
+        if directory.is_dir():
+            os.utime(directory)
+
     def release(self, directory: str) -> None:
-        """An adapter need not stay for having just come."""
-        self._held.discard(directory)
+        """An adapter need not stay for having just come, or been found."""
+        with self._lock:
+            self._held -= Counter([directory])
 
     def find(self, source: Source, place: str) -> Path | None:
         """An adapter of a place that is here; of a source that has a digest, only if it is that."""
@@ -71,14 +79,8 @@ class AdapterCache:
         for directory in reversed(found):
             sums = directory / SUMS
             if source.digest is None or (sums.is_file() and _digest_of([sums]) == source.digest):
-                self.touch(directory)
                 return directory
         return None
-
-    def touch(self, directory: Path) -> None:
-        """An adapter is used now."""
-        if directory.is_dir():
-            os.utime(directory)
 
     def _make_room(self, size: int) -> None:
         entries = sorted(self._entries(), key=_used)

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fastapi import HTTPException
@@ -155,7 +156,7 @@ class AdapterSources:
             directory = await self._found(name)
             await self._load(name, directory)
             self._failures.pop(name, None)
-        except (VLoraError, NotThere) as error:
+        except Exception as error:  # whatever it is, it is told, and nobody asks again at once
             self._failed(name, error)
         finally:
             self.cache.release(directory)
@@ -180,8 +181,10 @@ class AdapterSources:
                 kept = None if anew else self.cache.find(source, place)  # what an earlier server has fetched
                 if kept is None:
                     raise
+                self.cache.hold(kept)
                 logger.warning("%s is not to be had: what was fetched before is served", place)
-        self.cache.touch(kept)
+        else:
+            self.cache.hold(kept)
         self._from.pop(str(kept), None)
         self._from[str(kept)] = source, place
         return str(kept)
@@ -190,8 +193,8 @@ class AdapterSources:
         assert self._pool is not None
         into, seconds = self.cache.coming(), FETCH_LIMITS * limit_of()
         try:
-            job = (self._fetch, place, source.digest, into, self.cache.most, seconds)
-            await asyncio.get_running_loop().run_in_executor(self._pool, *job)
+            job = partial(self._fetch, place, source.digest, into, self.cache.most, seconds)
+            await asyncio.get_running_loop().run_in_executor(self._pool, job)
             return await asyncio.to_thread(self.cache.put, place, into)
         except (VLoraError, NotThere) as error:
             told = f"{place}: {error}"
@@ -219,9 +222,11 @@ class AdapterSources:
 def _status(error: Exception) -> int:
     if isinstance(error, NotThere):
         return 404
-    return 503 if isinstance(error, AdapterUnavailableError | WaitError) else 502
+    return 503 if isinstance(error, AdapterUnavailableError | WaitError | OSError) else 502
 
 
 def _why(error: Exception, place: str = "") -> str:
     where = f" at {place}" if place else ""
-    return f"no source has it{where}" if isinstance(error, NotThere) else str(error)
+    if isinstance(error, NotThere):
+        return f"no source has it{where}"
+    return str(error) if isinstance(error, VLoraError) else type(error).__name__

@@ -203,7 +203,7 @@ def _counting(name: str, most: int, deadline: float) -> Any:
     """fsspec's callback that ends what is too much, or too slow."""
     from fsspec.callbacks import Callback
 
-    class Counting(Callback):  # type: ignore[misc]
+    class Counting(Callback):
         def call(self, *args: object, **kwargs: object) -> None:
             if max(self.value, self.size or 0) > most:
                 raise AdapterSourceError(f"{name} has more than the {most} bytes that are left for it")
