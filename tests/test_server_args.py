@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from vlora_sgl import defaults
+from tests.conftest import TinyModel
+from vlora_sgl import _sgl, defaults
 from vlora_sgl.defaults import UNSUPPORTED, refuse_unsupported
 from vlora_sgl.errors import AdapterError, ConfigError
 from vlora_sgl.managers.policies import POLICIES
@@ -168,7 +169,7 @@ def test_an_accelerator_gets_no_cpu_settings(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_several_ranks_capture_prefills_only_when_asked(ranks: int, asked: str | None, wanted: str) -> None:
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend="breakable", bs=[8]))
-    named = {"model_path": "", **dict.fromkeys(SAYS)}
+    named = {"model_path": "", "enable_lora_overlap_loading": None, **dict.fromkeys(SAYS)}
     settings = SimpleNamespace(tp_size=ranks, cuda_graph_backend_prefill=asked, cuda_graph_config=graphs, **named)
     assert defaults.settle(settings).cuda_graph_config.prefill.backend == wanted
 
@@ -232,3 +233,13 @@ def test_directories_without_adapters_are_refused_before_the_start(tmp_path: Pat
     ):  # fmt: skip
         with pytest.raises(AdapterError, match="is a directory, expected a file"):
             refuse_unsupported(sglang_settings(lora_paths=given))
+
+
+def test_sglangs_way_to_load_adapters_beside_the_steps_gives_way_to_ours(tiny_model: TinyModel) -> None:
+    options = {**defaults.engine_defaults(), "enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}
+    asked = _sgl.ServerArgs(
+        model_path=str(tiny_model.path), enable_lora_overlap_loading=True, max_loaded_loras=8, **options
+    )
+    assert defaults.settle(asked).enable_lora_overlap_loading is False
+    with pytest.raises(ConfigError, match="--vlora-fetch-ahead must be 0 or more"):
+        VLoraArgs(fetch_ahead=-1)

@@ -76,13 +76,17 @@ def given_fields(argv: Sequence[str]) -> set[str]:
 def settle(server_args: ServerArgs, given: Collection[str] = ()) -> ServerArgs:
     """Defaults that other settings decide, and a note of who chose what; returns ``server_args``.
 
-    Prefills of several tensor-parallel ranks run eagerly unless asked for: their graphs have not been tried.
+    Prefills of several tensor-parallel ranks run eagerly unless asked for: their graphs have not been tried. Adapters
+    are loaded beside the steps in any case (``--vlora-fetch-ahead``), and SGLang's way to do so, in which every rank
+    asks its own device what has arrived, gives way to that.
 
     Args:
         given: the fields that the user set.
     """
     if server_args.tp_size > 1 and server_args.cuda_graph_backend_prefill is None:
         server_args.cuda_graph_config.prefill.backend = "disabled"
+    if server_args.enable_lora_overlap_loading:
+        server_args.override("vlora_sgl", enable_lora_overlap_loading=False)
     server_args._vlora_chosen = measured.chosen(server_args, given)
     return server_args
 

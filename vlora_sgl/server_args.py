@@ -95,6 +95,13 @@ class VLoraArgs:
         type=int,
         metavar="RANK",
     )
+    fetch_ahead: int = _flag(
+        4,
+        "most adapters on their way to device slots at once, beside the steps, for requests that wait; with 0 every "
+        "batch waits for its own",
+        type=int,
+        metavar="N",
+    )
     dora: bool = _flag(
         False,
         "give the device slots, and the graphs, room for what DoRA and trained biases add to an adapter: two numbers "
@@ -208,6 +215,8 @@ class VLoraArgs:
             raise ConfigError(
                 f"--vlora-theta and --vlora-wait-bound must be > 0; got {self.theta!r} and {self.wait_bound!r}"
             )
+        if self.fetch_ahead < 0:
+            raise ConfigError(f"--vlora-fetch-ahead must be 0 or more; got {self.fetch_ahead!r}")
         if not 1 <= self.max_image_pixels <= MOST_IMAGE_PIXELS:
             raise ConfigError(
                 f"--vlora-max-image-pixels must be from 1 to {MOST_IMAGE_PIXELS}; got {self.max_image_pixels!r}"

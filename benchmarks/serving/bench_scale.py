@@ -269,8 +269,9 @@ def measure_throughput(cluster: Cluster, speaker: Speaker, adapters: int, size: 
 
 
 def misses(server: Server) -> int:
-    """Uses of an adapter for which the server had to load it into a slot, so far."""
-    return int(server.state()["plan"]["slots"]["misses"])
+    """Uses of an adapter for which the server had to load it into a slot, before or when a batch needed it, so far."""
+    slots = server.state()["plan"]["slots"]
+    return int(slots["misses"] + slots["ahead"])
 
 
 def measure_affinity(

@@ -16,12 +16,14 @@ import json
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from benchmarks.serving.policies import compared_policy
 from benchmarks.serving.traces import Arrival, Workload, trace
-from vlora_sgl.core import AdapterId, InferenceMode, ServiceClass
+from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, ServiceClass
+from vlora_sgl.lora.slot_residency import SlotResidency
+from vlora_sgl.managers.fetch_ahead import FetchAhead
 from vlora_sgl.managers.policies import Limits, Policy, QueueState, RequestState, make_policy, mode_of
 from vlora_sgl.managers.policies.base import Memory, visible
 from vlora_sgl.managers.policies.cost_table import CostTable, shipped
@@ -39,7 +41,8 @@ class Machine:
         prefill_tokens: tokens of one prefill iteration (SGLang's chunked prefill size).
         window: waiting requests that a policy is shown (``visible``).
         can_park: whether policies may leave running requests out of an iteration (``policies.parking``).
-        prefetch: load the adapters of waiting requests beside the computation (ours), or stall for each (stock).
+        fetch_ahead: most adapters on their way to slots beside the computation (``VLoraArgs.fetch_ahead``); 0: every
+            batch stalls for its own (stock).
     """
 
     max_batch: int = 32
@@ -49,7 +52,7 @@ class Machine:
     prefill_tokens: int = 8192
     window: int = 128
     can_park: bool = False
-    prefetch: bool = True
+    fetch_ahead: int = 4
 
 
 @dataclass(slots=True)
@@ -109,9 +112,10 @@ class Replica:
         self.running: list[_Live] = []
         self.merged: AdapterId = None
         self.memory: Memory = {}
-        self.resident: OrderedDict[str, float] = OrderedDict()  # adapter -> time its copy is complete
+        self.residency = SlotResidency(memory=machine.slots)
+        self.ahead = FetchAhead(self, machine.fetch_ahead, lambda adapter: self.load_seconds[adapter])
+        self.load_seconds: dict[str, float] = {}  # of the last load of each
         self.host: OrderedDict[str, None] = OrderedDict()
-        self.link_free = 0.0
         self.kv = 0
         self.mean_output = 64.0
         self.arrived = 0
@@ -125,6 +129,11 @@ class Replica:
     def load(self) -> int:
         """Requests in the replica."""
         return len(self.waiting) + len(self.running) + len(self.pending)
+
+    @property
+    def resident(self) -> Collection[AdapterId]:
+        """Adapters that hold a slot, or come to one."""
+        return self.residency.resident
 
     def offer(self, arrival: Arrival) -> None:
         """Add a request that arrives at ``arrival.at``, not before the ones offered so far."""
@@ -173,6 +182,8 @@ class Replica:
             memory=self.memory,
         )
         plan = self.policy.plan(state)
+        if machine.fetch_ahead and (absent := self._fetch_ahead(state, plan)) and self.running:
+            plan = self.policy.plan(replace(state, absent=absent))
         planned = set(plan.requests)
         rows = [r for r in self.running if r.rid in planned]
         keep = {r.adapter for r in rows} | {plan.merged_adapter}
@@ -182,12 +193,20 @@ class Replica:
         elif rows:
             self._decode(rows, plan.merged_adapter)
         else:
-            # Nothing but adapters on their way: wait for the first, or for the next arrival.
-            ready = [t for t in self.resident.values() if t > self.now]
-            nxt = min([*ready, self.pending[0][0] if self.pending else math.inf], default=math.inf)
-            if math.isinf(nxt):
-                raise AssertionError("the simulation is stuck: nothing runs, loads or arrives")
-            self.now = nxt
+            raise AssertionError("the simulation is stuck: nothing runs")
+
+    def _fetch_ahead(self, state: QueueState, plan: BatchPlan) -> frozenset[AdapterId]:
+        """As ``Planning.begin``."""
+        adapters = {r.rid: r.adapter for r in (*state.running, *state.waiting)}
+        needed = [self.merged, plan.merged_adapter, *(adapters[rid] for rid in plan.requests), *adapters.values()]
+        wanted = {adapter: [] if adapter is None else [adapter] for adapter in needed}
+        self.residency.want(wanted)
+        return self.ahead.begin(self.now, wanted)
+
+    def fetch_ahead(self, adapter: str, keep: Collection[AdapterId]) -> bool:
+        """As ``VLoraManager.fetch_ahead``."""
+        with self.residency.before_use():
+            return self._load(adapter, keep)
 
     def _admit(self, order: Sequence[str], visible: Sequence[_Live], keep: set[AdapterId]) -> list[_Live]:
         """Requests of the next prefill: planned, within tokens, KV cache and resident adapters."""
@@ -209,41 +228,42 @@ class Replica:
         return admitted
 
     def _ready(self, adapter: AdapterId, keep: set[AdapterId]) -> bool:
-        """Whether the adapter sits in a slot; if not, start its copy (prefetch) or stall for it."""
+        """Have the batch wait for the adapter; ``False`` if there is no slot for it."""
         if adapter is None:
             return True
-        if adapter in self.resident:
-            self.resident.move_to_end(adapter)
-            return self.resident[adapter] <= self.now
-        if len(self.resident) >= self.machine.slots:
-            victim = next((a for a in self.resident if a not in keep and self.resident[a] <= self.now), None)
-            if victim is None:
+        if adapter not in self.resident:
+            if not self._load(adapter, keep):
                 return False
-            del self.resident[victim]
-        seconds = self.costs.load_host
+            self.now += self.load_seconds[adapter]
+            self.result.load_stall_seconds += self.load_seconds[adapter]
+        arrives = self.ahead.coming.get(adapter, self.now)
+        self.result.load_stall_seconds += max(0.0, arrives - self.now)
+        self.now = max(self.now, arrives)
+        self.residency.mark_used(adapter)
+        return True
+
+    def _load(self, adapter: str, keep: Collection[AdapterId]) -> bool:
+        """Begin to load an adapter into a slot that nobody in ``keep`` holds, if there is one."""
+        if len(self.resident) >= self.machine.slots:
+            victims = {uid for uid in self.resident if uid not in keep}
+            if not victims:
+                return False
+            self.residency.remove(self.residency.select_victim(victims))
+        self.load_seconds[adapter] = self.costs.load_host
         if adapter not in self.host:
-            seconds += self.costs.load_disk
+            self.load_seconds[adapter] += self.costs.load_disk
             if len(self.host) >= self.machine.host:
                 self.host.popitem(last=False)
         self.host[adapter] = None
         self.host.move_to_end(adapter)
         self.result.loads += 1
-        if not self.machine.prefetch:
-            self.now += seconds
-            self.result.load_stall_seconds += seconds
-            self.resident[adapter] = self.now
-            return True
-        self.link_free = max(self.link_free, self.now) + seconds
-        self.resident[adapter] = self.link_free
-        return False
+        self.residency.mark_used(adapter)
+        return True
 
     def _merge(self, target: AdapterId) -> None:
         if target == self.merged:
             return
-        if target is not None and target not in self.resident:
-            self._ready(target, {target, *(r.adapter for r in self.running)})
-            if target in self.resident:
-                self.now = max(self.now, self.resident[target])
+        self._ready(target, {target, *(r.adapter for r in self.running)})
         seconds = self.costs.switch_seconds(self.merged, target)
         self.now += seconds
         self.result.switches += 1
@@ -290,7 +310,7 @@ class Replica:
         if len(rows) == len(self.running) and before == merged:
             steps = min(r.left for r in rows)
             if self.waiting:  # somebody may become urgent: look again soon
-                steps = min(steps, 4)
+                steps = min(steps, 1 if self.ahead.coming else 4)
             if self.pending:
                 steps = min(steps, max(1, math.ceil((self.pending[0][0] - self.now) / step)))
             steps = max(1, min(steps, 16))
@@ -371,7 +391,7 @@ def runners(tables: dict[str, CostTable], machine: Machine, limits: Limits) -> d
     if "einsum" in tables:  # the paper's baselines bring their own operator, and dLoRA its own switch
         systems |= {n: run(n, tables["einsum"], machine) for n in ("dlora", "unmerged")}
     if "csgmv" in tables:
-        systems["sglang"] = run("unmerged", tables["csgmv"], replace(machine, can_park=False, prefetch=False))
+        systems["sglang"] = run("unmerged", tables["csgmv"], replace(machine, can_park=False, fetch_ahead=0))
     return systems
 
 

@@ -249,6 +249,7 @@ def test_more_adapters_than_slots_while_clients_hang_up(server: Server, more: di
         assert load(server, name, more[name]).status_code == 200
     prompts = [question(number) for number in range(2)]
     contents = {name: more[name] for name in "XY"}
+    ahead = server_state(server)["plan"]["slots"]["ahead"]
     try:
         expected = phases.quiet_answers(server, prompts, contents, "ABCDEFG")
         outcomes: Counter[str] = Counter()
@@ -268,6 +269,8 @@ def test_more_adapters_than_slots_while_clients_hang_up(server: Server, more: di
         for name in "CDEFG":
             assert unload(server, name).status_code == 200
     assert requests.get(f"{server.url}/health", timeout=30).status_code == 200
+    slots = server_state(server)["plan"]["slots"]
+    assert slots["ahead"] > ahead and slots["coming"] == 0, "adapters came to slots while others ran"
 
 
 def test_adapters_that_came_and_went_leave_nothing(server: Server, tmp_path: Path) -> None:

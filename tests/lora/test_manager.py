@@ -46,7 +46,6 @@ def manager(slots: int = 3, pinned: str = "", routes_rows: bool = True, slot_ran
         _store=store,
         _merger=Merger(),
         _routes_rows=routes_rows,
-        enable_lora_overlap_loading=False,
         lora_refs=refs,
         max_loras_per_batch=slots,
         num_pinned_loras=len(pinned),

@@ -36,18 +36,20 @@ LOADS = (
 )
 
 
-def make_pool(sized: bool, layers: int = 2, tp: int = 1, extra: Sequence[str] = ()) -> Any:
+def make_pool(
+    sized: bool, layers: int = 2, tp: int = 1, extra: Sequence[str] = (), device: str = "cpu", residency: Any = None
+) -> Any:
     """A pool whose slots are full of NaN, so that whatever a load leaves unwritten shows."""
     config = SimpleNamespace(
         hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=2, intermediate_size=INNER,
         num_hidden_layers=layers, vocab_size=VOCABULARY,
     )  # fmt: skip
-    model: Any = torch.nn.Linear(1, 1)
+    model: Any = torch.nn.Linear(1, 1, device=device)
     model.config = config
     options: dict[str, Any] = {
         "base_hf_config": config, "max_loras_per_batch": 4, "dtype": torch.bfloat16, "tp_size": tp, "tp_rank": tp - 1,
         "attn_tp_size": tp, "max_lora_rank": 64, "target_modules": {*KINDS, *extra}, "base_model": model,
-        "eviction_policy": "lru", "lora_added_tokens_size": 0,
+        "eviction_policy": "lru", "lora_added_tokens_size": 0, "residency": residency,
     }  # fmt: skip
     pool = SizedPool((64, 16, 16), **options) if sized else PackedPool(**options)
     for matrix in matrices(pool):

@@ -38,3 +38,14 @@ def test_thrash_is_counted_apart_from_first_loads() -> None:
         slots.remove(victim)
         slots.mark_used(victim)
     assert (slots.misses, slots.evictions, slots.reloads) == (6, 4, 4)
+
+
+def test_a_load_ahead_is_no_use_of_what_it_loads_nor_of_what_it_keeps() -> None:
+    slots = filled("a", "b")
+    with slots.before_use():
+        for uid in (None, "a", "c"):
+            slots.mark_used(uid)
+    assert (slots.hits, slots.misses, slots.ahead, slots.loads["c"]) == (0, 2, 1, 1)
+    assert list(slots.resident) == ["a", "b", "c"], "a is still the least recently used"
+    slots.mark_used("c")
+    assert (slots.hits, slots.misses) == (1, 2)

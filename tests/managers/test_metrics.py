@@ -21,6 +21,8 @@ def state(**requests: dict[str, int]) -> dict[str, Any]:
     slots = SlotResidency(memory=4)
     for one in "aba":
         slots.mark_used(one)
+    with slots.before_use():
+        slots.mark_used("c")
     requests = {"waiting": {}, "running": {}, **requests}
     return {
         "reuse": {f"{kind}_tokens": getattr(totals, f"{kind}_tokens") for kind in TOKENS},
@@ -70,6 +72,7 @@ def test_every_gauge_shows_what_the_engine_says() -> None:
     assert (shown["mode_share", "merged"], shown["iterations", "unmerged"]) == (0.75, 1)
     assert (shown["switches",], shown["switch_seconds",], shown["starving_requests",]) == (3, 0.5, 1)
     assert (shown["slot_hits",], shown["slot_misses",], shown["slot_reloads",]) == (1, 2, 0)
+    assert shown["slot_ahead",] == 1
     assert (shown["combined_requests", "waiting"], shown["combined_requests", "running"]) == (0, 3)
     assert [shown["adapters", tier] for tier in ("device", "host", "disk")] == [1, 0, 1]
     residency = {key[1:] for key in shown if key[0] == "adapter_residency"}

@@ -35,6 +35,9 @@ class Request:
     def sampling_params(self) -> SimpleNamespace:
         return SimpleNamespace(max_new_tokens=self.most)
 
+    def finished(self) -> bool:
+        return False
+
     @property
     def vlora(self) -> SimpleNamespace:
         return SimpleNamespace(params=RequestParams())

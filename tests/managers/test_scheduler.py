@@ -65,7 +65,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.prefixes = prefixes()
     made.early_encoding = Early(made.prefixes.embeddings, starts=True)
     made.heads = SimpleNamespace(under_way=[])
-    made.planning, made.enable_lora_overlap_loading = None, False
+    made.planning = None
     made.running_batch = SimpleNamespace(is_empty=lambda: True)
     made.last_batch = made.chunked_req = None
     made.waiting_queue, made.refuses, made._engine_paused = [], [], False
@@ -197,17 +197,6 @@ def test_asking_twice_whether_a_request_may_be_admitted_changes_nothing(idle: An
     assert idle.early_encoding.asked == started and list(idle.prefixes._leaders.values()) == [leader]
     assert idle._can_schedule_lora_req(follower, set())
     assert idle.prefixes.sharing.leaders == [(leader, IMAGE[1])] and idle.prefixes.tree.published == [key_of(leader)]
-
-
-def test_what_is_not_planned_only_has_its_adapter_brought_in(idle: Any) -> None:
-    tried: list[Any] = []
-    idle.planning, idle.enable_lora_overlap_loading = SimpleNamespace(may_admit=lambda req: False), True
-    idle.lora_overlap_loader = SimpleNamespace(try_overlap_load_lora=lambda adapter, running: tried.append(adapter))
-    req = request()
-    req.lora_id = "a"
-    assert not idle.may_admit(req) and tried == []
-    assert not idle._can_schedule_lora_req(req, set()) and tried == ["a"]
-    assert idle.early_encoding.asked == [] and idle.prefixes._leaders == {}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from vlora_sgl.errors import ConfigError, RequestError
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 from vlora_sgl.kernels.atmm.row_routing import Run, is_dense
 from vlora_sgl.lora.adapter import AdapterBuilder, engine_layout
+from vlora_sgl.lora.arrivals import Arrivals
 from vlora_sgl.lora.invocation import split_batch
 from vlora_sgl.lora.merger import Merger
 from vlora_sgl.lora.packed import PackedPool
@@ -142,10 +143,8 @@ class VLoraManager(_sgl.LoRAManager):
         """
         if not is_combined(adapter):
             return self.described[adapter]
-        if not self._routes_rows or self.enable_lora_overlap_loading:
-            raise RequestError(
-                f"adapters are combined by --lora-backend {ROUTING_BACKEND} without --enable-lora-overlap-loading"
-            )
+        if not self._routes_rows:
+            raise RequestError(f"adapters are combined by --lora-backend {ROUTING_BACKEND}")
         self.combines = True
         return self._store.describe_combined(adapter)
 
@@ -225,7 +224,8 @@ class VLoraManager(_sgl.LoRAManager):
         else:
             pool = PackedPool(**options)
         seams.own("LoRAManager.memory_pool", self, pool)
-        self._rows = RowRouting(self.memory_pool, self.loras, self._store.routed)
+        self._arrivals = Arrivals(self.device, self.pending_lora_load_events)
+        self._rows = RowRouting(self.memory_pool, self.loras, self._store.routed, self._arrivals)
         if why_not_adapted(self.base_model, self.lora_backend.name) is None:
             layout = engine_layout(self.base_model)
             self.tower = Tower(self.base_model, layout, self._rows, self.dtype, self.device, self._copy)
@@ -250,12 +250,8 @@ class VLoraManager(_sgl.LoRAManager):
             )
         if not self._routes_rows:
             raise ConfigError(f"--vlora-slot-ranks needs --lora-backend {ROUTING_BACKEND}")
-        # SGLang would load on a side stream while a step reads the slots; and clear what lies past an adapter's rank.
-        if self.enable_lora_overlap_loading or _sgl.dense_lora_b:
-            raise ConfigError(
-                "--vlora-slot-ranks goes neither with --enable-lora-overlap-loading nor with "
-                "SGLANG_EXPERIMENTAL_LORA_OPTI"
-            )
+        if _sgl.dense_lora_b:  # SGLang would clear what lies past an adapter's rank
+            raise ConfigError("--vlora-slot-ranks does not go with SGLANG_EXPERIMENTAL_LORA_OPTI")
 
     def pool_state(self) -> JsonDict:
         """What the device slots are: the rank of each, and the bytes of all on this rank; and the vision tower's."""
@@ -358,12 +354,50 @@ class VLoraManager(_sgl.LoRAManager):
     def fetch_new_loras(self, new_loras: set[AdapterId], running_loras: set[AdapterId] | None = None) -> None:
         """Load adapters into slots; the base model and the adapter to be merged are always among them.
 
-        The merged adapter needs its slot for as long as rows of others must take it out again.
+        The merged adapter needs its slot for as long as rows of others must take it out again. Called where the batch
+        will be launched, it has that wait for adapters that are not there.
         """
+        self._arrivals.read_here()
         wanted = self._store.holders({*new_loras, None, self.plan.merged_adapter})
-        super().fetch_new_loras(wanted, self._store.holders(running_loras or ()))
+        if not wanted <= self.memory_pool.uid_to_buffer_id.keys():
+            self._arrivals.wait_for_all()  # what comes takes slots, theirs perhaps
+        self._fill_slots(wanted, self._store.holders(running_loras or ()))
+
+    def fetch_ahead(self, adapter: str, keep: Collection[AdapterId]) -> bool:
+        """Begin to copy an adapter to a slot, beside the steps that are launched from now on.
+
+        Args:
+            adapter: that is loaded and holds no slot; neither routed nor combined.
+            keep: adapters that keep theirs, whether they hold one or not.
+
+        Returns:
+            Whether there was a slot for it.
+        """
+        pool = self.memory_pool
+        kept = {None, *self._store.pinned, *keep} & pool.uid_to_buffer_id.keys()
+        if not pool.has_room(self.loras[adapter].config.r, kept):
+            return False
+        with self.residency.before_use(), self._arrivals.beside(adapter):
+            self._fill_slots({adapter}, kept)
+        return True
+
+    def _fill_slots(self, new: set[AdapterId], kept: set[AdapterId]) -> None:
+        super().fetch_new_loras(new, kept)
         if self.tower is not None:
             self.tower.fetch(self.loras, self.memory_pool.uid_to_buffer_id)
+
+    @property
+    def resident(self) -> Collection[AdapterId]:
+        """The adapters that hold a slot, those included whose copy to it is under way."""
+        return self.memory_pool.uid_to_buffer_id.keys()
+
+    def holders(self, adapter: AdapterId) -> list[str]:
+        """The adapters that need a slot for a row of this one; none where an adapter is not loaded any more."""
+        return sorted(uid for uid in self._store.holders([adapter]) if uid is not None and uid in self.loras)
+
+    def load_share(self, adapter: str) -> float:
+        """The bytes of an adapter's slot over those of the largest."""
+        return float(self.loras[adapter].config.r / self.max_lora_rank)
 
     def prepare_lora_batch(self, forward_batch: ForwardBatch) -> None:
         """Switch weights as planned, and tell the backend which rows apply which slots.
@@ -481,6 +515,7 @@ class VLoraManager(_sgl.LoRAManager):
 
     def rebase(self) -> None:
         """Take the present weights as the base model's, after they were updated."""
+        self._arrivals.wait_for_all()
         self._merger.rebase()
         self._store.rebase()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -250,6 +250,13 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
         more = [*self._vocabulary, *([] if self.vectors is None else [self.vectors.table])]
         size = self.nbytes + sum(t.untyped_storage().nbytes() for t in more)
         return {"ranks": list(self.ranks), "bytes": size}
+
+    def has_room(self, rank: int, keep: Collection[AdapterId]) -> bool:
+        """Whether an adapter of this rank finds a slot that is empty, or an adapter's that is not to be kept."""
+        held = {slot: uid for uid, slot in self.uid_to_buffer_id.items()}
+        return any(
+            most >= rank and (slot not in held or held[slot] not in keep) for slot, most in enumerate(self.ranks)
+        )
 
     def pack(self, adapter: LoRAAdapter, lora_modules: Layers) -> Packed:
         """Lay an adapter's linear layers out in one piece of host memory, pinned where there is a GPU; once.

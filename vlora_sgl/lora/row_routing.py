@@ -11,6 +11,7 @@ from vlora_sgl.core import AdapterId, row_pairs
 from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.kernels.atmm import Pairs
 from vlora_sgl.kernels.atmm.row_routing import Run
+from vlora_sgl.lora.arrivals import Arrivals
 from vlora_sgl.routed.rows import LoadedRouted, row_lengths
 
 
@@ -26,6 +27,7 @@ class RowRouting:
         pool: SGLang's, which knows every adapter's slot.
         adapters: SGLang's adapters by id, for their ranks and scalings.
         routed: routed adapters by id.
+        arrivals: whose copy to a slot may be under way, if any can be.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class RowRouting:
         pool: _sgl.LoRAMemoryPool,
         adapters: Mapping[str, LoRAAdapter],
         routed: Mapping[str, LoadedRouted],
+        arrivals: Arrivals | None = None,
     ) -> None:
-        self._pool, self._adapters, self._routed = pool, adapters, routed
+        self._pool, self._adapters, self._routed, self._arrivals = pool, adapters, routed, arrivals
 
     @property
     def slots(self) -> int:
@@ -42,7 +45,7 @@ class RowRouting:
         return int(self._pool.max_loras_per_batch)
 
     def slot_of(self, adapter: AdapterId) -> int:
-        """The pool slot of an adapter.
+        """The pool slot of an adapter, for what is launched next on the current stream.
 
         Raises:
             UnknownAdapterError: it holds none; SGLang would answer with whatever adapter holds slot 0.
@@ -50,6 +53,8 @@ class RowRouting:
         slots = self._pool.uid_to_buffer_id
         if adapter not in slots:
             raise UnknownAdapterError(str(adapter), map(str, slots))
+        if self._arrivals is not None and adapter is not None:
+            self._arrivals.wait_for(adapter)
         return int(slots[adapter])
 
     def pairs_of(self, adapter: AdapterId, merged: AdapterId) -> Pairs:

@@ -8,7 +8,8 @@ that all tensor-parallel ranks evict alike.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 from vlora_sgl.core import AdapterId, JsonDict
 
@@ -18,18 +19,20 @@ class SlotResidency:
     did.
 
     Attributes:
-        hits: uses of an adapter by a batch that found it in its slot.
+        hits: uses of an adapter by a batch that found it in its slot, or on its way there.
         misses: uses that had to load it first.
+        ahead: loads that no batch waited for: they began before one needed the adapter.
         evictions: adapters that lost their slot to another.
         loads: the same by adapter, of those that are loaded.
-        reloads: misses of an adapter evicted within the last ``memory`` evictions: thrash, once it nears ``misses``.
+        reloads: loads of an adapter evicted within the last ``memory`` evictions: thrash, once it nears all loads.
 
     Args:
         memory: how many evictions are remembered to recognise thrash; the number of slots is a good choice.
     """
 
     def __init__(self, memory: int) -> None:
-        self.hits = self.misses = self.evictions = self.reloads = 0
+        self.hits = self.misses = self.ahead = self.evictions = self.reloads = 0
+        self._ahead = False
         self.loads: Counter[str] = Counter()
         self._memory = memory
         self._resident: OrderedDict[str, None] = OrderedDict()  # least recently used first
@@ -49,17 +52,27 @@ class SlotResidency:
 
     def mark_used(self, uid: AdapterId) -> None:
         """A batch is about to use this adapter; the pool loads it if it is not there."""
-        if uid is None:
+        if uid is None or (self._ahead and uid in self._resident):
             return
         if uid in self._resident:
             self.hits += 1
             self._resident.move_to_end(uid)
             return
-        self.misses += 1
+        self.misses += not self._ahead
+        self.ahead += self._ahead
         self.loads[uid] += 1
         self.reloads += uid in self._evicted
         self._evicted.pop(uid, None)
         self._resident[uid] = None
+
+    @contextmanager
+    def before_use(self) -> Iterator[None]:
+        """While this lasts, no batch uses what the pool loads, nor what it is told to keep."""
+        self._ahead = True
+        try:
+            yield
+        finally:
+            self._ahead = False
 
     def select_victim(self, candidates: Collection[AdapterId]) -> AdapterId:
         """The adapter whose slot is given away: nobody's need first, then the last needed; the base model at last."""
@@ -89,6 +102,7 @@ class SlotResidency:
             "resident": len(self._resident),
             "hits": self.hits,
             "misses": self.misses,
+            "ahead": self.ahead,
             "evictions": self.evictions,
             "reloads": self.reloads,
         }

@@ -32,6 +32,7 @@ GAUGES: dict[str, tuple[str, ...]] = {
         "phase",
     ),
     "slot_misses": ("Uses of an adapter that had to load it.",),
+    "slot_ahead": ("Loads of an adapter that began before a batch needed it.",),
     "slot_reloads": ("Loads of an adapter evicted a moment ago: slot thrash.",),
     "adapter_loads": ("Times that a loaded adapter came to a device slot.", "adapter", "version"),
     "adapter_requests": ("Requests of a loaded adapter, or of the base model.", "adapter", "version", "state"),
@@ -128,7 +129,7 @@ def _planned(iterations: Mapping[str, int], plan: JsonDict) -> Iterator[Sample]:
     yield "switch_seconds", plan["switch_seconds"], {}
     yield "starving_requests", plan["starving"], {}
     yield from (("cost_error", error, {"phase": phase}) for phase, error in plan["cost_error"].items())
-    for event in ("hits", "misses", "reloads"):
+    for event in ("hits", "misses", "ahead", "reloads"):
         yield f"slot_{event}", plan["slots"][event], {}
 
 

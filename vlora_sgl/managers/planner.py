@@ -7,7 +7,8 @@ planners of all tensor-parallel ranks hold the same state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from vlora_sgl._sgl_types import Req
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict, adapters_in
@@ -54,6 +55,7 @@ class Planner:
         self._started: set[str] = set()
         self._arrivals = 0
         self._mean_output = OUTPUT_GUESS
+        self._queues: QueueState | None = None
         self._plan: BatchPlan | None = None
         self._order: dict[str, int] = {}
 
@@ -97,11 +99,27 @@ class Planner:
             memory=self.memory,
             fits=self.fits,
         )
-        self._plan = self.policy.plan(queues)
-        self._order = {rid: i for i, rid in enumerate(self._plan.requests)}
         bound = self.policy.limits.wait_bound / 2
         self.starving = sum(self.clock - state.progress > bound for state in states.values())
+        return self._decide(queues)
+
+    def without(self, absent: Collection[AdapterId]) -> BatchPlan:
+        """The plan of the same iteration, where it has to do without some adapters."""
+        assert self._queues is not None
+        return self._decide(replace(self._queues, absent=absent))
+
+    def _decide(self, queues: QueueState) -> BatchPlan:
+        self._queues = queues
+        self._plan = self.policy.plan(queues)
+        self._order = {rid: i for i, rid in enumerate(self._plan.requests)}
         return self._plan
+
+    def adapters(self) -> Iterator[AdapterId]:
+        """The adapters in sight, those needed first: merged, of what runs, of what is planned, of what waits."""
+        assert self._queues is not None and self._plan is not None
+        yield from (self.merged, self._plan.merged_adapter)
+        yield from (self._states[rid].adapter for rid in self._plan.requests)
+        yield from (state.adapter for state in self._queues.waiting)
 
     def planned(self, rid: str) -> bool:
         """Whether the current plan lets this request run."""

@@ -15,6 +15,7 @@ from vlora_sgl._sgl_types import Req, ScheduleBatch
 from vlora_sgl.combined import is_combined, members
 from vlora_sgl.core import BatchPlan, InferenceMode, JsonDict
 from vlora_sgl.lora.slot_residency import SlotResidency
+from vlora_sgl.managers.fetch_ahead import FetchAhead
 from vlora_sgl.managers.forced_mode import forced_mode
 from vlora_sgl.managers.live import LiveSteps, names_of
 from vlora_sgl.managers.planner import Planner
@@ -41,6 +42,7 @@ class Planning:
     Attributes:
         batches_by_mode: batches run so far.
         residency: which adapters keep their device slots.
+        ahead: brings adapters to slots before a plan needs them, unless that is off.
         followed: where the costs of the next iterations come from, on the rank that measures, unless a table is given.
         watched: the last steps, while somebody watches.
     """
@@ -76,7 +78,11 @@ class Planning:
             sinks.append(IterationLog(Path(args.iteration_log), costs))
         self.times = IterationTimes(sinks) if sinks else None
         self.residency: SlotResidency = lora_manager.residency
+        self.ahead = FetchAhead(lora_manager, args.fetch_ahead, self._load_seconds) if args.fetch_ahead else None
         self.watched: LiveSteps | None = None
+
+    def _load_seconds(self, adapter: str) -> float:
+        return self.planner.policy.costs.load_host * float(self.lora_manager.load_share(adapter))
 
     def change(self, args: VLoraArgs) -> None:
         """Decide by other settings from the next iteration on."""
@@ -96,8 +102,14 @@ class Planning:
         """Plan an iteration, before its batch is formed."""
         self.planner.merged = self.lora_manager.merged  # an unload or a weight update may have unmerged
         running = [req for req in running if not req.finished()]
-        plan = self.planner.next(waiting, running, chunked)
-        self.residency.want(members([plan.merged_adapter, *(req.lora_id for req in (*running, *waiting))]))
+        self.planner.next(waiting, running, chunked)
+        wanted = {adapter: self.lora_manager.holders(adapter) for adapter in dict.fromkeys(self.planner.adapters())}
+        self.residency.want(uid for holders in wanted.values() for uid in holders)
+        if self.ahead is None:
+            return
+        absent = self.ahead.begin(self.planner.clock, wanted)
+        if absent and (running or chunked is not None):  # with nothing to run meanwhile, the batch waits for them
+            self.planner.without(absent)
 
     def may_admit(self, req: Req) -> bool:
         """Whether a request is in the plan. A forced mode takes every request as it comes."""
@@ -181,7 +193,7 @@ class Planning:
         return {
             **self.planner.state(),
             "cost_error": self.cost_error,
-            "slots": self.residency.state(),
+            "slots": {**self.residency.state(), "coming": 0 if self.ahead is None else len(self.ahead.coming)},
             "requests": requests,
             "combined_requests": combined,
         }

@@ -169,12 +169,7 @@ class VLoraScheduler(_sgl.Scheduler):
         # SGLang asks this of each waiting request, and after a yes matches its prefix in the tree at once. Between the
         # two it calls nothing of ours, and the match must see what ``admitted`` promises: so a yes is acted on here.
         # SGLang may still find no memory for the request and stop; it then asks again in the next iteration.
-        if not self.may_admit(req):
-            if self.enable_lora_overlap_loading and not self._planned(req):
-                # Its adapter may come in on the side stream meanwhile, if a slot is free for it.
-                self.lora_overlap_loader.try_overlap_load_lora(req.lora_id, running_loras)
-            return False
-        if not super()._can_schedule_lora_req(req, running_loras):
+        if not self.may_admit(req) or not super()._can_schedule_lora_req(req, running_loras):
             return False
         self.admitted(req)
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
@@ -72,6 +72,7 @@ class QueueState:
         chunked: id of the request in the middle of a chunked prefill; it must be in the plan.
         memory: what ``Policy.remember`` returned last.
         fits: whether adapters hold slots at the same time, where that depends on more than their number.
+        absent: adapters on their way to a slot: their requests are passed over, and none of them is merged.
     """
 
     clock: float
@@ -84,6 +85,7 @@ class QueueState:
     chunked: str | None = None
     memory: Memory = field(default_factory=dict)
     fits: Callable[[set[AdapterId]], bool] | None = None
+    absent: Collection[AdapterId] = ()
 
     def room(self, adapters: Iterable[AdapterId]) -> bool:
         """Whether one iteration may use these adapters (the base model does not count)."""
@@ -224,6 +226,8 @@ def assemble(
     """
     chosen = [*state.running, *(r for r in state.waiting if r.rid == state.chunked)]
     taken = {r.rid for r in chosen}
+    if merged in state.absent:
+        merged = state.merged
     only = merged
     unfit = not state.can_merge or is_combined(merged)
     if unfit or not state.room(adapters_in((r.adapter for r in chosen), merged)):
@@ -232,7 +236,7 @@ def assemble(
     for request in order:
         if len(chosen) >= state.max_batch:
             break
-        if request.rid in taken or (only_merged and request.adapter != only):
+        if request.rid in taken or request.adapter in state.absent or (only_merged and request.adapter != only):
             continue
         if request.adapter is not None and request.adapter not in adapters:
             if not state.room({*adapters, request.adapter}):
