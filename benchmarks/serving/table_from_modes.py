@@ -1,10 +1,12 @@
-"""The cost table of an H200, from the step times that ``bench_modes`` measured in served engines.
+"""The cost table of an H200, from the step times that ``bench_modes`` and ``bench_step`` measured in served engines.
 
-    python -m benchmarks.serving.table_from_modes benchmarks/results/modes_r64.json --save FILE
+    python -m benchmarks.serving.table_from_modes benchmarks/results/modes_r64.json \\
+        --steps benchmarks/results/kernels/step-h200.json --save FILE
 
-Those are full batches of one size: they tell what adapters and modes add, for our operator and for stock csgmv, from
-one run on one card; they do not tell a step's fixed part from its part per token. That division is assumed. Decode: a
-token's share as in the H100 table, and the KV cache's bytes over the copy bandwidth. Prefill: fixed parts as there.
+``bench_modes`` tells prefills and stock csgmv, ``bench_step`` what our decode steps cost today. Those are full batches
+of one size: they tell what adapters and modes add; they do not tell a step's fixed part from its part per token. That
+division is assumed. Decode: a token's share as in the H100 table, and the KV cache's bytes over the copy bandwidth.
+Prefill: fixed parts as there.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from vlora_sgl.managers.policies.cost_table import CostTable, PhaseCosts, lora_w
 
 ROWS, PROMPT, CONTEXT = 32, 128, 160.0
 """What ``bench_modes`` runs: rows, prompt tokens, and mean context of a row while it decodes."""
+
+STEP_CONTEXT = 288.0
+"""Mean context of a row while ``bench_step`` decodes."""
 
 KV_BYTES, BANDWIDTH = 57344, 4.3e12
 TERMS = ("lora_fixed", "lora_per_slot", "lora_per_pair", "lora_per_undo")
@@ -72,8 +77,30 @@ def phase_costs(
     )
 
 
-def tables(measured: dict[str, Any]) -> dict[str, CostTable]:
-    """Both tables."""
+def decode_costs(steps: dict[str, Any], like: PhaseCosts) -> PhaseCosts:
+    """Our decode steps, as ``bench_step`` has them: base rows, one adapter, eight, and eight that take one out again.
+
+    Args:
+        steps: its rows.
+        like: has the assumed parts: ``per_token``, ``per_context`` and ``lora_per_pair``.
+    """
+    seconds = {row["case"]: row["step_ms"] / 1e3 for row in steps["rows"] if row["engine"] == "ours"}
+    one, eight, mixture = (seconds[case] - seconds["base"] for case in ("one", "eight", "mixture"))
+    base, per_slot = seconds["base"], (eight - one) / 7
+    # In the mixture all rows but the first adapter's apply two slots, of the same eight.
+    per_undo = max(0.0, mixture - eight - 28 / 32 * ROWS * like.lora_per_pair) / 7
+    return replace(
+        like,
+        fixed=base - like.per_token * ROWS - like.per_context * ROWS * STEP_CONTEXT,
+        lora_enabled=0.0,
+        lora_fixed=one - per_slot - ROWS * like.lora_per_pair,
+        lora_per_slot=per_slot,
+        lora_per_undo=per_undo,
+    )
+
+
+def tables(measured: dict[str, Any], steps: dict[str, Any]) -> dict[str, CostTable]:
+    """Both tables, of the rows of ``bench_modes`` and of ``bench_step``."""
     found = {}
     for operator, like in shipped("h100-7b").items():
         engine, prefix = ("ours", "") if operator == "atmm" else ("stock", "stock_")
@@ -87,6 +114,9 @@ def tables(measured: dict[str, Any]) -> dict[str, CostTable]:
                 shape = replace(shape, fixed=0.0, per_context=KV_BYTES / BANDWIDTH)
             else:
                 shape = replace(shape, per_token=0.0)
+            if phase == "decode" and operator == "atmm":
+                phases[phase] = decode_costs(steps, replace(shape, lora_per_pair=like.decode.lora_per_pair))
+                continue
             phases[phase] = phase_costs(times, engine, times["off"], unused, tokens, shape, ROWS * CONTEXT)
         switch = measured["switch_seconds"]
         found[operator] = replace(
@@ -98,7 +128,8 @@ def tables(measured: dict[str, Any]) -> dict[str, CostTable]:
             unmerge=switch,
             provenance="fitted by benchmarks.serving.table_from_modes to bench_modes, one H200, 2026-11-28: 22 kinds "
             "of full batches (32 rows; prompts of 128 tokens) in served engines, ours and stock csgmv in one run, and "
-            "the switch between two steps. Assumed, not measured: how a step divides into a fixed part and a part per "
+            "the switch between two steps; our decode steps to bench_step, one H200, 2026-11-29 (32 rows; prompts of "
+            "256 tokens). Assumed, not measured: how a step divides into a fixed part and a part per "
             "token (as in h100-7b), loads (50 GB/s link, 2.5 GB/s disk).",
         )
     return found
@@ -108,9 +139,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Fit, show, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=Path, help="rows of bench_modes, rank 64")
+    parser.add_argument("--steps", type=Path, required=True, help="rows of bench_step, rank 64")
     parser.add_argument("--save", type=Path, required=True)
     args = parser.parse_args(argv)
-    found = tables(json.loads(args.measured.read_text()))
+    found = tables(json.loads(args.measured.read_text()), json.loads(args.steps.read_text()))
     save_tables(args.save, found)
     for operator, table in found.items():
         for phase in ("decode", "prefill"):
