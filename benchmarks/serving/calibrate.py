@@ -40,7 +40,7 @@ def simulated(row: dict[str, Any], costs: CostTable, believed: CostTable) -> Rep
     machine = Machine(max_batch=row["max_batch"], slots=row["slots"], kv_tokens=65536)
     replica = Replica(compared_policy(row["system"], believed, Limits()), costs, machine)
     for name in (f"a{n}" for n in range(row["slots"])):
-        replica.resident[name] = 0.0  # the replay was warmed up
+        replica.residency.mark_used(name)  # the replay was warmed up
     for arrival in trace(replace(load, skew=row["skew"], seed=row["seed"]), row["seconds"]):
         replica.offer(replace(arrival, prompt=max(1, round(arrival.prompt * (1 - row["cached_share"])))))
     replica.advance()

@@ -16,8 +16,9 @@ import json
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
 
 from benchmarks.serving.policies import compared_policy
 from benchmarks.serving.traces import Arrival, Workload, trace
@@ -57,7 +58,10 @@ class Machine:
 
 @dataclass(slots=True)
 class Report:
-    """What a run did. Latencies in seconds; ``token_latency`` is the paper's: latencies summed over tokens summed."""
+    """What a run did. Latencies in seconds; ``token_latency`` is the paper's: latencies summed over tokens summed.
+
+    ``ttft`` is the time to a request's first token, ``tpot`` the time of each later one; means over requests.
+    """
 
     requests: int = 0
     tokens: int = 0
@@ -65,6 +69,10 @@ class Report:
     token_latency: float = 0.0
     mean_latency: float = 0.0
     p99_latency: float = 0.0
+    ttft: float = 0.0
+    ttft_p99: float = 0.0
+    tpot: float = 0.0
+    tpot_p99: float = 0.0
     longest_wait: float = 0.0
     coldest_wait: float = 0.0
     hot_idle_share: float = 0.0
@@ -90,6 +98,7 @@ class _Live(RequestState):
     output: int = 0
     prompt_total: int = 0
     left: int = 0
+    first: float = 0.0
     worst_wait: float = 0.0
 
 
@@ -120,6 +129,8 @@ class Replica:
         self.mean_output = 64.0
         self.arrived = 0
         self.done: list[tuple[AdapterId, float, int, float, ServiceClass, float | None]] = []
+        self.ttfts: list[float] = []
+        self.tpots: list[float] = []
         self.result = Report()
         self.mode_seconds: Counter[str] = Counter()
         self.busy = self.hot_busy = 0.0
@@ -195,13 +206,13 @@ class Replica:
         else:
             raise AssertionError("the simulation is stuck: nothing runs")
 
-    def _fetch_ahead(self, state: QueueState, plan: BatchPlan) -> frozenset[AdapterId]:
+    def _fetch_ahead(self, state: QueueState, plan: BatchPlan) -> Sequence[AdapterId]:
         """As ``Planning.begin``."""
         adapters = {r.rid: r.adapter for r in (*state.running, *state.waiting)}
-        needed = [self.merged, plan.merged_adapter, *(adapters[rid] for rid in plan.requests), *adapters.values()]
-        wanted = {adapter: [] if adapter is None else [adapter] for adapter in needed}
+        planned = dict.fromkeys((self.merged, plan.merged_adapter, *(adapters[rid] for rid in plan.requests)))
+        wanted = {adapter: [] if adapter is None else [adapter] for adapter in (*planned, *adapters.values())}
         self.residency.want(wanted)
-        return self.ahead.begin(self.now, wanted)
+        return self.ahead.begin(self.now, wanted, len(planned))
 
     def fetch_ahead(self, adapter: str, keep: Collection[AdapterId]) -> bool:
         """As ``VLoraManager.fetch_ahead``."""
@@ -294,7 +305,7 @@ class Replica:
         for r in rows:
             r.context, r.prompt = r.prompt + 1, 0
             r.left -= 1
-            r.generated = 1
+            r.generated, r.first = 1, self.now
         self.running.extend(rows)
         self._finish()
 
@@ -309,8 +320,8 @@ class Replica:
         steps = 1
         if len(rows) == len(self.running) and before == merged:
             steps = min(r.left for r in rows)
-            if self.waiting:  # somebody may become urgent: look again soon
-                steps = min(steps, 1 if self.ahead.coming else 4)
+            if self.waiting:  # the server plans every step: somebody may become urgent, or an adapter may be there
+                steps = 1
             if self.pending:
                 steps = min(steps, max(1, math.ceil((self.pending[0][0] - self.now) / step)))
             steps = max(1, min(steps, 16))
@@ -333,57 +344,96 @@ class Replica:
                 continue
             self.kv -= r.prompt_total + r.output
             self.mean_output += 0.02 * (r.output - self.mean_output)
+            self.ttfts.append(r.first - r.arrived)
+            if r.output > 1:
+                self.tpots.append((self.now - r.first) / (r.output - 1))
             self.done.append((r.adapter, self.now - r.arrived, r.output, r.worst_wait, r.service, r.deadline))
         self.running = still
 
     def report(self) -> Report:
         """Figures over everything finished so far."""
-        out = self.result
-        latencies = [d[1] for d in self.done]
-        out.requests, out.tokens, out.span = len(self.done), sum(d[2] for d in self.done), self.now
-        out.token_latency = sum(latencies) / max(1, out.tokens)
-        out.mean_latency = sum(latencies) / max(1, out.requests)
-        out.p99_latency = quantile(latencies, 0.99)
-        waits: dict[AdapterId, float] = {}
-        counts = Counter(d[0] for d in self.done)
-        for d in self.done:
-            waits[d[0]] = max(waits.get(d[0], 0.0), d[3])
-        out.longest_wait = max(waits.values(), default=0.0)
-        cold = {a: w for a, w in waits.items() if counts[a] <= min(counts.values(), default=0)}
-        out.coldest_wait = max(cold.values(), default=0.0)
-        out.hot_idle_share = 1 - self.hot_busy / self.busy if self.busy else 0.0
-        real = [(d[1], d[5]) for d in self.done if d[4] is ServiceClass.REALTIME and d[5]]
-        out.realtime_p99 = quantile([lat for lat, _ in real], 0.99)
-        out.realtime_missed = sum(lat > due for lat, due in real) / max(1, len(real))
-        out.modes = {m.value: self.mode_seconds[m] / self.busy if self.busy else 0.0 for m in InferenceMode}
-        return out
+        return report_of([self])
 
 
-def simulate(policy: Policy, costs: CostTable, machine: Machine, load: Workload, seconds: float) -> Report:
-    """Serve ``seconds`` of ``load`` to the last request on one replica."""
-    replica = Replica(policy, costs, machine)
-    for arrival in trace(load, seconds):
-        replica.offer(arrival)
-    replica.advance()
-    return replica.report()
+def mean(values: Sequence[float]) -> float:
+    """The mean, 0 for no values."""
+    return sum(values) / max(1, len(values))
 
 
-def capacity(costs: CostTable, machine: Machine, load: Workload, requests: int = 1500) -> float:
+def report_of(replicas: Sequence[Replica]) -> Report:
+    """Figures over everything that some replicas have finished, pooled; what they took is summed."""
+    done = [one for replica in replicas for one in replica.done]
+    ttfts = [one for replica in replicas for one in replica.ttfts]
+    tpots = [one for replica in replicas for one in replica.tpots]
+    busy, results = sum(replica.busy for replica in replicas), [replica.result for replica in replicas]
+    latencies, tokens = [d[1] for d in done], sum(d[2] for d in done)
+    waits: dict[AdapterId, float] = {}
+    counts = Counter(d[0] for d in done)
+    for d in done:
+        waits[d[0]] = max(waits.get(d[0], 0.0), d[3])
+    cold = {a: w for a, w in waits.items() if counts[a] <= min(counts.values(), default=0)}
+    real = [(d[1], d[5]) for d in done if d[4] is ServiceClass.REALTIME and d[5]]
+    seconds = {m: sum(replica.mode_seconds[m] for replica in replicas) for m in InferenceMode}
+    return Report(
+        requests=len(done),
+        tokens=tokens,
+        span=sum(replica.now for replica in replicas),
+        token_latency=sum(latencies) / max(1, tokens),
+        mean_latency=mean(latencies),
+        p99_latency=quantile(latencies, 0.99),
+        ttft=mean(ttfts),
+        ttft_p99=quantile(ttfts, 0.99),
+        tpot=mean(tpots),
+        tpot_p99=quantile(tpots, 0.99),
+        longest_wait=max(waits.values(), default=0.0),
+        coldest_wait=max(cold.values(), default=0.0),
+        hot_idle_share=1 - sum(replica.hot_busy for replica in replicas) / busy if busy else 0.0,
+        realtime_p99=quantile([lat for lat, _ in real], 0.99),
+        realtime_missed=mean([float(lat > due) for lat, due in real]),
+        switches=sum(r.switches for r in results),
+        switch_seconds=sum(r.switch_seconds for r in results),
+        loads=sum(r.loads for r in results),
+        load_stall_seconds=sum(r.load_stall_seconds for r in results),
+        modes={m.value: s / busy if busy else 0.0 for m, s in seconds.items()},
+    )
+
+
+def simulate(
+    policy: Policy, costs: CostTable, machine: Machine, load: Workload, seconds: float, seeds: Sequence[int] = ()
+) -> Report:
+    """Serve ``seconds`` of ``load`` to the last request on one replica; for each of several seeds, pooled."""
+    replicas = []
+    for seed in seeds or (load.seed,):
+        replica = Replica(policy, costs, machine)
+        for arrival in trace(replace(load, seed=seed), seconds):
+            replica.offer(arrival)
+        replica.advance()
+        replicas.append(replica)
+    return report_of(replicas)
+
+
+def capacity(
+    costs: CostTable, machine: Machine, load: Workload, requests: int = 1500, seeds: Sequence[int] = ()
+) -> float:
     """Requests per second that an unmerged, saturated replica finishes: the unit of ``load`` below."""
     flood = replace(load, arrivals="poisson", rate=1e6)
-    report = simulate(make_policy("unmerged", costs), costs, machine, flood, requests / 1e6)
+    report = simulate(make_policy("unmerged", costs), costs, machine, flood, requests / 1e6, seeds)
     return report.requests / report.span
 
 
-Runner = Callable[[Workload, float], Report]
+class Runner(Protocol):
+    """Serves a workload for so many seconds, once for each seed."""
+
+    def __call__(self, load: Workload, seconds: float, seeds: Sequence[int] = ()) -> Report: ...
 
 
 def runners(tables: dict[str, CostTable], machine: Machine, limits: Limits) -> dict[str, Runner]:
     """The systems compared: the policies on our operator, and ``sglang``: unmerged, csgmv, loads that stall."""
 
     def run(name: str, table: CostTable, where: Machine) -> Runner:
-        def served(load: Workload, seconds: float) -> Report:
-            return simulate(compared_policy(name, table, limits, where.can_park), table, where, load, seconds)
+        def served(load: Workload, seconds: float, seeds: Sequence[int] = ()) -> Report:
+            policy = compared_policy(name, table, limits, where.can_park)
+            return simulate(policy, table, where, load, seconds, seeds)
 
         return served
 

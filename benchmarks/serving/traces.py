@@ -35,6 +35,7 @@ class Workload:
         rate: requests per second, on average.
         adapters: how many there are.
         skew: share of the requests that go to the hottest; the others share the rest by Zipf's law (exponent 1).
+        turns: seconds for which one adapter is the hottest, before the next takes its place; 0: it stays so.
         base: share of requests, outside the hottest, to the base model.
         prompt: mean prompt length, tokens (log-normal, the images' tokens included).
         output: mean output length, tokens (log-normal).
@@ -50,6 +51,7 @@ class Workload:
     rate: float = 8.0
     adapters: int = 8
     skew: float = 0.6
+    turns: float = 0.0
     base: float = 0.0
     prompt: float = 400.0
     output: float = 100.0
@@ -85,15 +87,16 @@ def trace(load: Workload, seconds: float) -> Iterator[Arrival]:
     def pick() -> AdapterId:
         if load.adapters == 0:
             return None
+        hot = int(now / load.turns) % load.adapters if load.turns else 0
         if load.adapters == 1 or rng.random() < load.skew:
-            return "a0"
+            return f"a{hot}"
         if rng.random() < load.base:
             return None
         u, low, high = rng.random(), 0, len(cumulative) - 1
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if cumulative[middle] < u else (low, middle)
-        return f"a{low + 1}"
+        return f"a{low + (low >= hot)}"
 
     def length(mean: float, sigma: float, most: int) -> int:
         return max(1, min(most, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -49,9 +50,11 @@ class Ahead(FetchAhead):
 
     slots: Slots
 
-    def begin(self, clock: float, wanted: Mapping[AdapterId, Collection[str]]) -> frozenset[AdapterId]:
+    def begin(
+        self, clock: float, wanted: Mapping[AdapterId, Collection[str]], planned: int = 99
+    ) -> Sequence[AdapterId]:
         self.slots.order = [uid for holders in wanted.values() for uid in holders]
-        return super().begin(clock, wanted)
+        return super().begin(clock, wanted, planned)
 
 
 def ahead(slots: Slots, depth: int = 2) -> Ahead:
@@ -65,25 +68,33 @@ def alone(*adapters: AdapterId) -> dict[AdapterId, list[str]]:
 def test_copies_follow_each_other_in_the_order_of_need() -> None:
     slots = Slots(8, "a")
     one = ahead(slots)
-    assert one.begin(10.0, alone(None, "a", "b", "c", "d")) == {"b", "c", "d"}
+    assert one.begin(10.0, alone(None, "a", "b", "c", "d")) == ["b", "c", "d"]
     assert slots.fetched == ["b", "c"] and one.coming == {"b": 11.0, "c": 12.0}, "d's turn has not come"
-    assert one.begin(11.0, alone("a", "b", "c", "d")) == {"c", "d"}, "b is there"
+    assert one.begin(11.0, alone("a", "b", "c", "d")) == ["c", "d"], "b is there"
     assert one.coming == {"c": 12.0, "d": 13.0}
-    assert one.begin(13.0, alone("a", "b", "c", "d")) == frozenset() and slots.fetched == ["b", "c", "d"]
+    assert one.begin(13.0, alone("a", "b", "c", "d")) == [] and slots.fetched == ["b", "c", "d"]
 
 
 def test_a_slot_is_taken_only_from_who_is_needed_later() -> None:
     slots = Slots(3, "a", "x", "b")
     one = ahead(slots)
-    assert one.begin(0.0, alone("a", "c", "b")) == {"c"} and slots.resident == ["a", "b", "c"]
-    assert one.begin(2.0, alone("a", "b", "c", "d")) == frozenset(), "no slot is d's: it does not come by waiting"
-    assert one.begin(2.0, alone("a", "d", "b", "c")) == {"d"} and slots.resident == ["a", "b", "d"]
-    assert one.begin(2.0, alone("a", "b", "c")) == frozenset() and slots.resident == ["a", "b", "d"], "d is on its way"
+    assert one.begin(0.0, alone("a", "c", "b")) == ["c"] and slots.resident == ["a", "b", "c"]
+    assert one.begin(2.0, alone("a", "b", "c", "d")) == [], "no slot is d's: it does not come by waiting"
+    assert one.begin(2.0, alone("a", "d", "b", "c")) == ["d"] and slots.resident == ["a", "b", "d"]
+    assert one.begin(2.0, alone("a", "b", "c")) == [] and slots.resident == ["a", "b", "d"], "d is on its way"
+
+
+def test_who_comes_after_the_plan_takes_nobodys_slot_that_anybody_needs() -> None:
+    slots = Slots(3, "a", "b", "x")
+    one = ahead(slots)
+    assert one.begin(0.0, alone("a", "c", "b"), planned=1) == ["c"] and slots.resident == ["a", "b", "c"]
+    assert one.begin(9.0, alone("a", "d", "b", "c"), planned=1) == [] and slots.resident == ["a", "b", "c"]
+    assert one.begin(9.0, alone("a", "d", "b", "c"), planned=2) == ["d"] and slots.resident == ["a", "b", "d"]
 
 
 def test_one_of_several_adapters_that_is_not_there_keeps_them_all_waiting() -> None:
     slots = Slots(8, "a", "b")
-    assert ahead(slots).begin(0.0, {"ab": ["a", "b"], "bc": ["b", "c"]}) == {"bc"}
+    assert ahead(slots).begin(0.0, {"ab": ["a", "b"], "bc": ["b", "c"]}) == ["bc"]
 
 
 def test_what_was_unloaded_or_evicted_meanwhile_is_not_waited_for() -> None:
@@ -91,7 +102,7 @@ def test_what_was_unloaded_or_evicted_meanwhile_is_not_waited_for() -> None:
     one = ahead(slots)
     one.begin(0.0, alone("a", "b"))
     slots.resident.remove("a")
-    assert one.begin(0.5, alone("b")) == {"b"} and one.coming == {"b": 2.0}
+    assert one.begin(0.5, alone("b")) == ["b"] and one.coming == {"b": 2.0}
 
 
 @given(st.randoms(use_true_random=False))
@@ -102,7 +113,7 @@ def test_everybody_who_waits_has_a_copy_under_way_or_behind_one(pick: random.Ran
     for _ in range(60):
         wanted = alone(*pick.sample(names, pick.randint(0, 8)))
         before, running_ = set(slots.resident), next(iter(wanted), None)
-        absent = one.begin(clock, wanted)
+        absent = one.begin(clock, wanted, pick.randint(0, len(wanted)))
         assert len(one.coming) <= one.depth and len(slots.resident) <= slots.count
         assert running_ not in before or running_ in slots.resident, "who runs keeps the slot"
         for adapter in absent:
@@ -115,10 +126,8 @@ def test_everybody_who_waits_has_a_copy_under_way_or_behind_one(pick: random.Ran
 @given(state=states(), pick=st.randoms(use_true_random=False))
 def test_a_plan_does_without_what_is_not_there(name: str, state: QueueState, pick: random.Random) -> None:
     busy = {r.adapter for r in state.running}
-    state.absent = {r.adapter for r in state.waiting if r.adapter not in busy and pick.random() < 0.5} - {
-        state.merged,
-        None,
-    }
+    late = {r.adapter for r in state.waiting if r.adapter not in busy and pick.random() < 0.5}
+    state.absent = sorted(late - {state.merged, None}, key=str)
     plan = make_policy(name, COSTS, LIMITS).plan(state)
     adapters = {r.rid: r.adapter for r in (*state.running, *state.waiting)}
     assert not {adapters[rid] for rid in plan.requests} & set(state.absent)
@@ -132,13 +141,21 @@ def test_who_is_there_takes_the_place_of_who_is_on_the_way() -> None:
     policy = make_policy("unmerged", COSTS, LIMITS)
     whole = policy.plan(QueueState(1.0, late, rows, max_batch=8))
     assert whole.requests[-1] == "r10"
-    assert policy.plan(QueueState(1.0, late, rows, max_batch=8, absent={"x"})).requests[-1] == "r11"
+    assert policy.plan(QueueState(1.0, late, rows, max_batch=8, absent=["x"])).requests[-1] == "r11"
+
+
+def test_the_slot_that_an_adapter_comes_to_is_not_given_to_others() -> None:
+    late = [waiting("x", 10), waiting("y", 11), waiting("m", 12)]
+    policy = make_policy("unmerged", COSTS, LIMITS)
+    state = QueueState(1.0, late, queue(("m", 2)), max_batch=8, max_adapters=2, absent=["x"])
+    assert policy.plan(state).requests[2:] == ("r12",), "y would need the slot that x comes to"
+    assert policy.plan(replace(state, max_adapters=3)).requests[2:] == ("r11", "r12")
 
 
 def test_nothing_is_merged_before_it_is_there() -> None:
     late = [running("x", i) for i in range(1)]
     policy = make_policy("merged", COSTS, LIMITS)
-    plan = policy.plan(QueueState(1.0, [waiting("y", 0)], late, merged="x", absent={"y"}))
+    plan = policy.plan(QueueState(1.0, [waiting("y", 0)], late, merged="x", absent=["y"]))
     assert plan.merged_adapter == "x" and plan.requests == ("r0",) * bool(late)
 
 

@@ -36,10 +36,10 @@ def test_an_idle_engine_and_a_small_batch_admit_at_once() -> None:
     assert admitted(2, [late(100)]) == 1
 
 
-def test_a_lone_request_waits_no_longer_than_its_prefill_would_cost_the_rows() -> None:
-    price = 20 * (COSTS.prefill.fixed + COSTS.prefill.lora_fixed)
-    assert admitted(20, [late(100, waited=0.9 * price)]) == 0
-    assert admitted(20, [late(100, waited=1.1 * price)]) == 1
+@pytest.mark.parametrize("running", [1, 8, 20, 30, 31])
+def test_nobody_waits_while_there_is_a_place_for_everybody(running: int) -> None:
+    for count in range(1, 33 - running):
+        assert admitted(running, [late(100 + n) for n in range(count)]) == count
 
 
 @pytest.mark.parametrize("constraint", [{"service": ServiceClass.REALTIME}, {"deadline": 0.5}])

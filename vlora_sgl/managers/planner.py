@@ -7,7 +7,7 @@ planners of all tensor-parallel ranks hold the same state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from vlora_sgl._sgl_types import Req
@@ -103,7 +103,7 @@ class Planner:
         self.starving = sum(self.clock - state.progress > bound for state in states.values())
         return self._decide(queues)
 
-    def without(self, absent: Collection[AdapterId]) -> BatchPlan:
+    def without(self, absent: Sequence[AdapterId]) -> BatchPlan:
         """The plan of the same iteration, where it has to do without some adapters."""
         assert self._queues is not None
         return self._decide(replace(self._queues, absent=absent))
@@ -114,12 +114,13 @@ class Planner:
         self._order = {rid: i for i, rid in enumerate(self._plan.requests)}
         return self._plan
 
-    def adapters(self) -> Iterator[AdapterId]:
-        """The adapters in sight, those needed first: merged, of what runs, of what is planned, of what waits."""
+    def adapters(self) -> tuple[list[AdapterId], list[AdapterId]]:
+        """The adapters that the present plan runs, those needed first, and the others that somebody waits for."""
         assert self._queues is not None and self._plan is not None
-        yield from (self.merged, self._plan.merged_adapter)
-        yield from (self._states[rid].adapter for rid in self._plan.requests)
-        yield from (state.adapter for state in self._queues.waiting)
+        requests = (self._states[rid].adapter for rid in self._plan.requests)
+        planned = dict.fromkeys((self.merged, self._plan.merged_adapter, *requests))
+        waiting = dict.fromkeys(state.adapter for state in self._queues.waiting)
+        return list(planned), [adapter for adapter in waiting if adapter not in planned]
 
     def planned(self, rid: str) -> bool:
         """Whether the current plan lets this request run."""

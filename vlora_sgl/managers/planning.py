@@ -103,11 +103,12 @@ class Planning:
         self.planner.merged = self.lora_manager.merged  # an unload or a weight update may have unmerged
         running = [req for req in running if not req.finished()]
         self.planner.next(waiting, running, chunked)
-        wanted = {adapter: self.lora_manager.holders(adapter) for adapter in dict.fromkeys(self.planner.adapters())}
+        planned, others = self.planner.adapters()
+        wanted = {adapter: self.lora_manager.holders(adapter) for adapter in (*planned, *others)}
         self.residency.want(uid for holders in wanted.values() for uid in holders)
         if self.ahead is None:
             return
-        absent = self.ahead.begin(self.planner.clock, wanted)
+        absent = self.ahead.begin(self.planner.clock, wanted, len(planned))
         if absent and (running or chunked is not None):  # with nothing to run meanwhile, the batch waits for them
             self.planner.without(absent)
 

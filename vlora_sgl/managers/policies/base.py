@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
@@ -72,7 +72,8 @@ class QueueState:
         chunked: id of the request in the middle of a chunked prefill; it must be in the plan.
         memory: what ``Policy.remember`` returned last.
         fits: whether adapters hold slots at the same time, where that depends on more than their number.
-        absent: adapters on their way to a slot: their requests are passed over, and none of them is merged.
+        absent: adapters on their way to a slot, those needed first first: their requests are passed over, none of them
+            is merged, and the slots they come to are not given to others.
     """
 
     clock: float
@@ -85,7 +86,7 @@ class QueueState:
     chunked: str | None = None
     memory: Memory = field(default_factory=dict)
     fits: Callable[[set[AdapterId]], bool] | None = None
-    absent: Collection[AdapterId] = ()
+    absent: Sequence[AdapterId] = ()
 
     def room(self, adapters: Iterable[AdapterId]) -> bool:
         """Whether one iteration may use these adapters (the base model does not count)."""
@@ -233,6 +234,9 @@ def assemble(
     if unfit or not state.room(adapters_in((r.adapter for r in chosen), merged)):
         merged = None
     adapters = set(adapters_in((r.adapter for r in chosen), merged))
+    for adapter in state.absent:
+        if adapter is not None and state.room({*adapters, adapter}):
+            adapters.add(adapter)
     for request in order:
         if len(chosen) >= state.max_batch:
             break

@@ -11,7 +11,8 @@ Three decisions, each from seconds of the table:
    adapter that has none running; then arrival. (Letting every starving request jump the queue would only fill the
    batch with more adapters when load is highest.) A request that starves for want of an adapter slot closes the door
    to other adapters' requests (the hot one's last) until a slot drains.
-3. *When to admit.* A prefill costs a fixed time that all rows wait for, so admissions are gathered (``gathers``).
+3. *When to admit.* At once, but where places are short: there admissions are gathered (``gathers``), because a prefill
+   costs a fixed time that all rows wait for.
 """
 
 from __future__ import annotations
@@ -103,14 +104,13 @@ class CostPolicy(Policy):
     def gathers(self, state: QueueState, merged: AdapterId) -> bool:
         """Whether admissions wait, so that one prefill serves several requests.
 
-        A prefill takes ``F`` seconds whatever it holds, and all n rows wait for it. Where places are short, one that
-        waits for others to come free does no work: with ``L`` seconds of decoding a request takes
+        Only where places are short. A prefill takes ``F`` seconds whatever it holds, and all n rows wait for it; a
+        place that waits for others to come free does no work. With ``L`` seconds of decoding a request takes
         ``L / (n - (k - 1) / 2) + F / k`` of the engine if k are admitted at a time, least for ``k = n sqrt(2 F / L)``.
-        Where they are not, k requests that come as fast as rows leave wait ``k (k - 1) L / (2 n)`` for each other and
-        save the rows ``(k - 1) n F``: the same k is best, if waiting has not cost more than ``n F`` before.
+        Where there is a place for everybody who waits, nobody does: the rows would gain what the first tokens lose.
         """
         rows, free = len(state.running), state.max_batch - len(state.running)
-        if not rows or not state.waiting or state.chunked is not None:
+        if not rows or len(state.waiting) <= free or state.chunked is not None:
             return False
         groups = group_sizes(state.running)
         for r in state.waiting:
@@ -123,11 +123,7 @@ class CostPolicy(Policy):
         context = sum(r.context for r in state.running)
         step = self.costs.decode.seconds(groups, context, merged)
         length = sum(r.generated + r.remaining for r in state.running) / rows
-        best = min(rows * sqrt(2 * fixed / (length * step)), state.max_batch / 4)
-        if len(state.waiting) > free:
-            return free < best
-        waited = sum(state.clock - r.progress for r in state.waiting)
-        return len(state.waiting) < best and waited < rows * fixed
+        return free < min(rows * sqrt(2 * fixed / (length * step)), state.max_batch / 4)
 
     def starves(self, request: RequestState, state: QueueState) -> bool:
         """Whether a request is to be served before its turn.
