@@ -20,6 +20,7 @@ from vlora_sgl.request import RequestState, show, tell
         RequestParams(head="kind"),
         RequestParams(service=ServiceClass.REALTIME, deadline=0.25, trace=True),
         RequestParams("find", ServiceClass.BATCH, 2.0),
+        RequestParams(deadline=2.0, due=1234.5),
     ],
 )
 def test_what_is_asked_comes_back_as_it_went(params: RequestParams) -> None:
@@ -44,6 +45,7 @@ def test_its_keys() -> None:
         ("vlora_deadline_ms", [0, -1, "1", True, float("inf")], "vlora_deadline_ms must be a positive number of mill"),
         ("vlora_head", [3, ["kind"]], "vlora_head must be the name of a head; got "),
         ("vlora_trace", ["yes", 1], "vlora_trace must be true or false; got "),
+        ("vlora_due", ["soon", -1], "vlora_due is written by the engine; got "),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_of_its_key(key: str, wrong: list[Any], message: str) -> None:

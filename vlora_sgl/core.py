@@ -58,12 +58,14 @@ class RequestParams:
         service: its latency class (``vlora_class``).
         deadline: seconds in which it should be answered (``vlora_deadline_ms``, there in milliseconds).
         trace: whether the answer is to say in which mode each token was computed (``vlora_trace``).
+        due: when that is, by ``time.perf_counter`` (``vlora_due``, which the engine's front writes).
     """
 
     head: str | None = None
     service: ServiceClass = ServiceClass.INTERACTIVE
     deadline: float | None = None
     trace: bool = False
+    due: float | None = None
 
     @classmethod
     def from_custom_params(cls, given: JsonDict | None) -> RequestParams:
@@ -76,7 +78,7 @@ class RequestParams:
             return _NOTHING_ASKED
         if not isinstance(given, Mapping):
             raise RequestError(f"custom_params must be an object; got {given!r}")
-        head, trace = given.get("vlora_head"), given.get("vlora_trace")
+        head, trace, due = given.get("vlora_head"), given.get("vlora_trace"), given.get("vlora_due")
         service, milliseconds = given.get("vlora_class"), given.get("vlora_deadline_ms")
         if head is not None and not isinstance(head, str):
             raise RequestError(f"vlora_head must be the name of a head; got {head!r}")
@@ -86,11 +88,14 @@ class RequestParams:
             raise RequestError(f"vlora_deadline_ms must be a positive number of milliseconds; got {milliseconds!r}")
         if trace is not None and not isinstance(trace, bool):
             raise RequestError(f"vlora_trace must be true or false; got {trace!r}")
+        if due is not None and not _is_positive(due):
+            raise RequestError(f"vlora_due is written by the engine; got {due!r}")
         return cls(
             head,
             ServiceClass.INTERACTIVE if service is None else ServiceClass(service),
             None if milliseconds is None else milliseconds / 1000,
             bool(trace),
+            due,
         )
 
     def to_custom_params(self) -> JsonDict:
@@ -100,6 +105,7 @@ class RequestParams:
             "vlora_class": None if self.service is ServiceClass.INTERACTIVE else str(self.service),
             "vlora_deadline_ms": None if self.deadline is None else self.deadline * 1000,
             "vlora_trace": self.trace or None,
+            "vlora_due": self.due,
         }
         return {key: value for key, value in asked.items() if value is not None}
 

@@ -121,11 +121,11 @@ def test_an_iteration_is_taken_in_within_microseconds() -> None:
 def test_the_first_ranks_news_goes_with_what_it_received() -> None:
     update = CostUpdate(MACHINE, {"decode": 0.1})
     news: list[object] = [update]
-    first = Announcements(None, lambda: news.pop() if news else None)
+    first = Announcements(None, lambda: [news.pop()] if news else [])
     assert first.handle(["request"]) == ["request", update] and first.handle([]) == []
-    assert Announcements(None, lambda: update).handle(None) is None, "another rank tells this one"
+    assert Announcements(None, lambda: [update]).handle(None) is None, "another rank tells this one"
     blocker: Any = SimpleNamespace(handle=lambda received: received[1:])
-    assert Announcements(blocker, lambda: None).handle(["blocked", "request"]) == ["request"]
+    assert Announcements(blocker, list).handle(["blocked", "request"]) == ["request"]
 
 
 def test_a_plan_goes_on_with_new_costs_and_keeps_what_it_remembers() -> None:

@@ -29,6 +29,7 @@ def state(**requests: dict[str, int]) -> dict[str, Any]:
         "encoder": {"hits": 5, "misses": 6},
         "heads": {"requests": 9, "remembered": 4},
         "faults": {"nonfinite": 2, "head": 0},
+        "deadlines": {"realtime": {"met": 7, "missed": 2}, "batch": {"met": 0, "missed": 0}},
         "batches_by_mode": {"merged": 3, "unmerged": 1, "mixture": 0},
         "plan": {
             "switches": 3,
@@ -73,6 +74,8 @@ def test_every_gauge_shows_what_the_engine_says() -> None:
     assert (shown["switches",], shown["switch_seconds",], shown["starving_requests",]) == (3, 0.5, 1)
     assert (shown["slot_hits",], shown["slot_misses",], shown["slot_reloads",]) == (1, 2, 0)
     assert shown["slot_ahead",] == 1
+    assert (shown["deadlines", "realtime", "yes"], shown["deadlines", "realtime", "no"]) == (7, 2)
+    assert shown["deadlines", "batch", "no"] == 0
     assert (shown["combined_requests", "waiting"], shown["combined_requests", "running"]) == (0, 3)
     assert [shown["adapters", tier] for tier in ("device", "host", "disk")] == [1, 0, 1]
     residency = {key[1:] for key in shown if key[0] == "adapter_residency"}
@@ -97,4 +100,5 @@ def test_a_name_of_any_kind_is_one_series(name: str) -> None:
 
 def test_without_adapters_what_does_not_concern_them_is_shown() -> None:
     shown = scraped({**state(), "plan": None}, [])
-    assert {key[0] for key in shown} == {"engine_answers", "reuse_tokens", "encoder_images", "head_requests", "faults"}
+    anyway = {"engine_answers", "reuse_tokens", "encoder_images", "head_requests", "deadlines", "faults"}
+    assert {key[0] for key in shown} == anyway

@@ -14,6 +14,7 @@ import torch
 from tests.mem_cache.test_scheduling import IMAGE, key_of, prefixes, request
 from vlora_sgl import _sgl
 from vlora_sgl.errors import HeadError
+from vlora_sgl.managers.deadlines import Deadlines
 from vlora_sgl.managers.scheduler import VLoraScheduler
 from vlora_sgl.mem_cache.scheduling import WORTH_WAITING
 from vlora_sgl.multimodal.early_encoding import EarlyEncoding
@@ -65,7 +66,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.prefixes = prefixes()
     made.early_encoding = Early(made.prefixes.embeddings, starts=True)
     made.heads = SimpleNamespace(under_way=[])
-    made.planning = None
+    made.planning, made.deadlines = None, Deadlines()
     made.running_batch = SimpleNamespace(is_empty=lambda: True)
     made.last_batch = made.chunked_req = None
     made.waiting_queue, made.refuses, made._engine_paused = [], [], False

@@ -41,6 +41,7 @@ GAUGES: dict[str, tuple[str, ...]] = {
     "reuse_tokens": ("Tokens of requests so far, and those of them taken from the cache.", "kind"),
     "encoder_images": ("Look-ups of an image in the encoder's cache so far.", "found"),
     "head_requests": ("Requests of vision heads so far.", "answer"),
+    "deadlines": ("Requests with a deadline that ended so far, in time or not.", "class", "kept"),
     "faults": ("Requests that went wrong inside the engine so far, and ended alone.", "kind"),
 }
 """Name of a gauge -> what it shows, and its labels beside those that all have."""
@@ -99,6 +100,9 @@ def samples_of(state: JsonDict, adapters: Sequence[JsonDict]) -> Iterator[Sample
     """
     yield "engine_answers", 1, {}
     yield from _saved(state["reuse"], state["encoder"], state["heads"])
+    for service, counts in state["deadlines"].items():
+        yield "deadlines", counts["met"], {"class": service, "kept": "yes"}
+        yield "deadlines", counts["missed"], {"class": service, "kept": "no"}
     yield from (("faults", count, {"kind": kind}) for kind, count in state["faults"].items())
     if state["plan"] is not None:
         yield from _planned(state["batches_by_mode"], state["plan"])

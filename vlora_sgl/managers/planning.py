@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from vlora_sgl._sgl_types import Req, ScheduleBatch
 from vlora_sgl.combined import is_combined, members
 from vlora_sgl.core import BatchPlan, InferenceMode, JsonDict
 from vlora_sgl.lora.slot_residency import SlotResidency
+from vlora_sgl.managers.deadlines import ClockUpdate, WallClock, shorten
 from vlora_sgl.managers.fetch_ahead import FetchAhead
 from vlora_sgl.managers.forced_mode import forced_mode
 from vlora_sgl.managers.live import LiveSteps, names_of
@@ -43,6 +44,7 @@ class Planning:
         batches_by_mode: batches run so far.
         residency: which adapters keep their device slots.
         ahead: brings adapters to slots before a plan needs them, unless that is off.
+        wall: how far the planner's clock is behind the wall's, on the rank that measures.
         followed: where the costs of the next iterations come from, on the rank that measures, unless a table is given.
         watched: the last steps, while somebody watches.
     """
@@ -73,7 +75,10 @@ class Planning:
         )
         self.followed = FollowedCosts(costs) if measures and args.cost_table is None else None
         self.cost_error: dict[str, float] = {}
-        sinks: list[Sink] = [] if self.followed is None else [self.followed]
+        self.wall = WallClock()
+        sinks: list[Sink] = [] if not measures else [self.wall]
+        if self.followed is not None:
+            sinks.append(self.followed)
         if measures and args.iteration_log is not None:
             sinks.append(IterationLog(Path(args.iteration_log), costs))
         self.times = IterationTimes(sinks) if sinks else None
@@ -89,12 +94,17 @@ class Planning:
         self.args = args
         self.planner.use(make_policy_of(args, self.planner.policy.costs))
 
-    def news(self) -> CostUpdate | None:
-        """Costs that all ranks are to plan by from now on, if there are new ones."""
-        return self.followed.take() if self.followed is not None else None
+    def news(self) -> Iterator[CostUpdate | ClockUpdate]:
+        """What all ranks are to plan by from now on, if it has changed: costs, and the time."""
+        for source in (self.followed, self.wall):
+            if source is not None and (update := source.take()) is not None:
+                yield update
 
-    def follow(self, update: CostUpdate) -> None:
-        """Plan by other costs from the next iteration on."""
+    def follow(self, update: CostUpdate | ClockUpdate) -> None:
+        """Plan by other costs, or later, from the next iteration on."""
+        if isinstance(update, ClockUpdate):
+            self.planner.clock += update.behind
+            return
         self.cost_error = update.error
         self.planner.follow(make_policy_of(self.args, update.table))
 
@@ -228,18 +238,21 @@ class PlannedOrder:
 class Announcements:
     """SGLang's input blocker, after which the first rank's news joins what it has received: ranks hear it together.
 
+    Requests with a deadline are told what is left of it, which one rank's clock has to say as well.
+
     Args:
         inner: SGLang's own, where there is one.
-        news: one announcement, or ``None``.
+        news: announcements, or ``None``.
     """
 
-    def __init__(self, inner: Any, news: Callable[[], object]) -> None:
+    def __init__(self, inner: Any, news: Callable[[], Iterable[object] | None]) -> None:
         self.inner, self.news = inner, news
 
     def handle(self, recv_reqs: list[object] | None) -> list[object] | None:
         """What came in since the last iteration; ``None`` on ranks that are told by another."""
         if self.inner is not None:
             recv_reqs = self.inner.handle(recv_reqs)
-        if recv_reqs is not None and (news := self.news()) is not None:
-            recv_reqs.append(news)
+        if recv_reqs is not None:
+            shorten(recv_reqs)
+            recv_reqs.extend(self.news() or ())
         return recv_reqs

@@ -21,6 +21,7 @@ from vlora_sgl.core import InferenceMode, JsonDict, RequestParams
 from vlora_sgl.errors import ConfigError, HeadError, RequestError
 from vlora_sgl.heads.scheduling import HeadScheduling
 from vlora_sgl.managers import live
+from vlora_sgl.managers.deadlines import ClockUpdate, Deadlines
 from vlora_sgl.managers.draining import Draining
 from vlora_sgl.managers.faults import Faults
 from vlora_sgl.managers.planning import Announcements, PlannedOrder, Planning
@@ -44,6 +45,7 @@ class VLoraScheduler(_sgl.Scheduler):
         early_encoding: the image encoder, started before a batch is formed.
         draining: unloads that wait for their adapter's last row.
         faults: requests that go wrong inside the engine, and end alone.
+        deadlines: which were kept.
         planning: which requests run, and how their adapters are applied; ``None`` when LoRA is off.
     """
 
@@ -57,6 +59,7 @@ class VLoraScheduler(_sgl.Scheduler):
         self.early_encoding = EarlyEncoding(runner, self.embeddings, self._on_forward_stream, self.prefixes.cached)
         self.draining = Draining(self._adapters_in_use)
         self.faults = Faults(self.tree_cache)
+        self.deadlines = Deadlines()
         self.planning: Planning | None = None
         if self.enable_lora:
             config, first = self.model_config.hf_text_config, self.ps.tp_rank == 0 and self.ps.pp_size == 1
@@ -90,7 +93,9 @@ class VLoraScheduler(_sgl.Scheduler):
 
     def init_request_receiver(self) -> None:
         """SGLang's. What the first rank receives goes to all of them, and costs that it measured go with that."""
-        self.input_blocker: Any = Announcements(self.input_blocker, lambda: self.planning and self.planning.news())
+        self.input_blocker: Any = Announcements(
+            self.input_blocker, lambda: self.planning.news() if self.planning else ()
+        )
         super().init_request_receiver()
 
     # A request comes
@@ -138,6 +143,7 @@ class VLoraScheduler(_sgl.Scheduler):
                 self.heads.arrived(req)
             except (RequestError, HeadError) as error:
                 req.set_finish_with_abort(str(error))
+        self.deadlines.arrived(req)
         self.prefixes.arrived(req)
         self.heads.recall(req)
 
@@ -206,6 +212,7 @@ class VLoraScheduler(_sgl.Scheduler):
         self.faults.finished(batch.reqs, result, self.lora_manager.lora_refs if self.lora_manager else {})
         tell(batch.reqs, getattr(result, "logits_output", None), getattr(result, "vlora_mode", None))
         super().process_batch_result(batch, result)
+        self.deadlines.finished()
         if self.planning is not None:
             self.planning.finished(batch.forward_iter)
 
@@ -231,11 +238,14 @@ class VLoraScheduler(_sgl.Scheduler):
         return None if self.draining.waits(recv_req) else super().unload_lora_adapter(recv_req)
 
     def process_input_requests(self, recv_reqs: list[object]) -> None:
-        """SGLang's, after new costs; then unloads that have waited long enough. Every turn of the loop comes here."""
+        """SGLang's, after our news; then unloads that have waited long enough. Every turn of the loop comes here."""
+        requests: list[object] = []
         for one in recv_reqs:
-            if isinstance(one, CostUpdate) and self.planning is not None:
+            if not isinstance(one, CostUpdate | ClockUpdate):
+                requests.append(one)
+            elif self.planning is not None:
                 self.planning.follow(one)
-        super().process_input_requests([one for one in recv_reqs if not isinstance(one, CostUpdate)])
+        super().process_input_requests(requests)
         self._unload_drained()
 
     def on_idle(self) -> None:
@@ -311,6 +321,7 @@ class VLoraScheduler(_sgl.Scheduler):
             "prefill_graphs": getattr(runner.prefill_cuda_graph_runner, "replays", None),
             "heads": self.heads.totals,
             "faults": dict(self.faults.counts),
+            "deadlines": self.deadlines.state(),
             "adapters": manager.adapter_state() if manager is not None else {},
             "pool": manager.pool_state() if manager is not None else None,
             "seams": seams.report(),

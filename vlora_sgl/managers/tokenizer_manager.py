@@ -29,6 +29,7 @@ from vlora_sgl.lora.exported import BASE_DELTA, ExportedModel, read_exported
 from vlora_sgl.managers import live, tensor_pickle
 from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, Reply
 from vlora_sgl.managers.admission import Limits, RequestGate
+from vlora_sgl.managers.deadlines import stamp
 from vlora_sgl.managers.ended_requests import LingeringStates
 from vlora_sgl.managers.meters import Meters
 from vlora_sgl.managers.model_names import NAMED
@@ -170,6 +171,8 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         self.markers.check(obj, self.words)
         with naming_images(obj), refusing_what_cannot_be_read():
             tokenized = await super()._tokenize_one_request(obj)
+        if (state := self.rid_to_state.get(obj.rid)) is not None:
+            stamp(tokenized.sampling_params, state.time_stats.created_time)
         await hash_images(getattr(tokenized, "mm_inputs", None))
         return tokenized
 
