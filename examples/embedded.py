@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,6 @@ from PIL import Image
 
 import vlora_sgl as vlora
 from tools.tiny import scenes
-from tools.tiny.build import IMAGE_SIDE
 from tools.tiny.domains import DOMAINS, QUESTIONS
 from vlora_sgl.heads.store import read_description
 from vlora_sgl.models import tiny
@@ -30,12 +29,10 @@ class Picture:
 
 @dataclass(frozen=True)
 class Clip:
-    """Thirty frames, the action in them, and the object with its box in the middle frame (None: not asked)."""
+    """Thirty frames, and the action in them."""
 
     frames: list[Image.Image]
     action: str
-    shows: str | None = None
-    box: vlora.Box | None = None
 
 
 def grid_box(text: str, label: str) -> vlora.Boxes:
@@ -83,25 +80,6 @@ def head_of(adapter: str, kind: str) -> str | None:
     heads = read_description(tiny.adapters()[adapter]).heads
     names = [name for name, settings in heads.items() if settings["kind"] == kind]
     return names[0] if len(names) == 1 else None
-
-
-def moving_object(seed: int, length: int = 30) -> Clip:
-    """A drawn object, of an unseen combination, that moves in one direction."""
-    draw = np.random.default_rng(seed)
-    while True:
-        key_frames, (direction,) = scenes.motion(1, draw, test=True)
-        start, end = key_frames[0].centre, key_frames[-1].centre
-        # The model learnt places from objects off the midlines only.
-        if (abs((start + end)[0, 0] - IMAGE_SIDE) / 2 > scenes.MARGIN).all():
-            break
-    frames = []
-    for step in np.linspace(0, 1, length, dtype=np.float32):
-        scene = replace(key_frames[0], centre=start + step * (end - start))
-        frames.append(Image.fromarray(scenes.render(scene)[0].permute(1, 2, 0).numpy()))
-    side = frames[0].width
-    (x, y), half = (start + (length // 2) / (length - 1) * (end - start))[0, 0], key_frames[0].size[0, 0]
-    box = vlora.Box(*(float(edge) / side for edge in (x - half, y - half, x + half, y + half)))
-    return Clip(frames, direction, scenes.object_name(key_frames[0], 0, 0), box)
 
 
 def handwritten(count: int, seed: int, length: int = 30) -> list[Clip]:

@@ -1,22 +1,26 @@
-"""Video analytics (V-LoRA, section 6.1): several streams at once, in chunks of 30 frames.
+"""Video analytics (V-LoRA, section 6.1): streams of video that bring a chunk of 30 frames every second.
 
-Every chunk is asked for its action (consecutive frames) and for the objects of its middle frame. Writes
-``analytics.jsonl`` and ``analytics.png``, the annotated middle frames. Without ``--video`` the embedded model watches
-drawn objects that move (the base model) and real handwritten digits (the adapter ``actions``), all unseen, and the
-truth is printed beside the answer; any other model watches cameras that pan over real photographs.
+As a chunk comes, its action is asked for (six of its frames) and the objects of its middle frame: by vision heads
+where adapters are named that have heads for it (``--actions``, ``--objects``), else by generating. Each answer has a
+second (``--deadline``), and the late ones are counted. Writes ``analytics.jsonl`` and ``analytics.png``, the middle
+frames with boxes. Without ``--video`` the embedded model watches real handwritten digits that slide, grow, spin or
+rest, all unseen, and any other model watches cameras that pan over photographs.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import requests
 from photographs import photograph
 from PIL import Image
 from serving import Served, argument_parser, serving
@@ -28,26 +32,44 @@ from vlora_sgl.lang.media import sample_frames
 
 CHUNK = 30
 PANS = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1)}
+PHOTOGRAPHS = ("astronaut.png", "china.jpg", "motorcycle_left.png", "coffee.png")
+
+
+@dataclass(frozen=True)
+class Expert:
+    """An adapter with a vision head, and the question that it was trained with."""
+
+    adapter: str
+    head: str
+    question: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked of every chunk, and whom; without an expert the model generates.
+
+    Attributes:
+        frames: frames of a chunk that the action is read from.
+        question: for the action, where no head answers.
+        target: what to detect, where no head does.
+    """
+
+    frames: int
+    question: str
+    target: str
+    actions: Expert | None
+    objects: Expert | None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some frames of a stream, what to ask about them and whom, and the truth where it is known.
-
-    Attributes:
-        target: what to detect; None lets the model say first what is there, in the embedded model's words.
-    """
+    """Some frames of a stream, which come ``at`` so many seconds, and the action in them where it is known."""
 
     stream: str
     number: int
+    at: float
     frames: list[Image.Image]
-    question: str
-    expert: str | None = None
-    target: str | None = None
-    detects: bool = True
     action: str | None = None
-    shows: str | None = None
-    box: vlora.Box | None = None
 
     @property
     def middle(self) -> Image.Image:
@@ -55,150 +77,182 @@ class Chunk:
         return self.frames[len(self.frames) // 2]
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What came of a chunk, so many seconds after it had come."""
+
+    chunk: Chunk
+    action: str
+    objects: vlora.Boxes
+    seconds: float
+
+
 @vlora.function
-def analyse(s: vlora.ProgramState, chunk: Chunk) -> None:
+def analyse(s: vlora.ProgramState, chunk: Chunk, task: Task) -> None:
     """The action of a chunk and the objects of its middle frame, side by side."""
     action, objects = s.fork(2)
-    with vlora.adapter(chunk.expert):
-        action += vlora.user(vlora.video(chunk.frames, 3) + chunk.question)
-        action += vlora.assistant(vlora.gen("action", 8, stop="\n"))
-    if chunk.detects and chunk.target is not None:
-        objects += vlora.user(vlora.image(chunk.middle) + vlora.prompts.detect(chunk.target))
-        objects += vlora.assistant(vlora.detect("objects", chunk.target, 64))
-        s["objects"] = objects["objects"]
-    elif chunk.detects:
-        s["objects"] = _name_then_place(objects, chunk.middle)
+    clip, middle = vlora.video(chunk.frames, task.frames), vlora.image(chunk.middle)
+    if task.actions is not None:
+        with vlora.adapter(task.actions.adapter):
+            action += vlora.user(clip + task.actions.question)
+            action += vlora.assistant(vlora.classify("action", head=task.actions.head))
     else:
-        s["objects"] = vlora.Boxes()
-    s["action"] = action.get("action", str).strip()
+        action += vlora.user(clip + task.question) + vlora.assistant(vlora.gen("action", 8, stop="\n"))
+    if task.objects is not None:
+        with vlora.adapter(task.objects.adapter):
+            objects += vlora.user(middle + task.objects.question)
+            objects += vlora.assistant(vlora.detect("objects", head=task.objects.head))
+    else:
+        objects += vlora.user(middle + vlora.prompts.detect(task.target))
+        objects += vlora.assistant(vlora.detect("objects", task.target, 64))
+    s["action"], s["objects"] = str(action["action"]).strip(), objects["objects"]
 
 
-def _name_then_place(s: vlora.ProgramState, picture: Image.Image) -> vlora.Boxes:
-    """Ask what is there, then, for everything that is, where it is: one branch each."""
-    from embedded import BOX_REGEX, grid_box
+def watch(chunks: Sequence[Chunk], task: Task, backend: vlora.Runtime) -> Iterator[Seen]:
+    """Analyse every chunk when it comes; results in the order of the chunks."""
+    begin = time.monotonic()
 
-    told, *_ = s.fork(1)
-    told += vlora.user(vlora.image(picture) + "What is in the picture?")
-    told += vlora.assistant(vlora.caption("names", 24))
-    names = [name for name in told.get("names", str).split(", ") if name]
-    places = s.fork(len(names))
-    for place, name in zip(places, names, strict=True):
-        place += vlora.user(vlora.image(picture) + f"Give the box of the {name}.")
-        place += vlora.assistant(vlora.gen("cells", 12, regex=BOX_REGEX))
-    return vlora.Boxes(
-        box for place, name in zip(places, names, strict=True) for box in grid_box(place.get("cells", str), name)
-    )
+    def one(chunk: Chunk) -> Seen:
+        time.sleep(max(0.0, begin + chunk.at - time.monotonic()))
+        state = analyse.run(chunk, task, backend=backend)
+        action, objects = state.get("action", str), state.get("objects", vlora.Boxes)
+        return Seen(chunk, action, objects, time.monotonic() - begin - chunk.at)
+
+    with ThreadPoolExecutor(len(chunks)) as pool:
+        yield from pool.map(one, chunks)
 
 
-def embedded_chunks(served: Served, count: int) -> list[Chunk]:
-    """Streams of the embedded model: drawn objects for the base, real digits for the adapter ``actions``."""
-    import embedded
+def expert_of(served: Served, adapter: str | None, kind: str) -> Expert | None:
+    """The head of this kind that an adapter has.
 
-    from tools.tiny.scenes import MOTION_QUESTION
-
-    chunks = []
-    for stream in range(2):
-        for number in range(count):
-            clip = embedded.moving_object(seed=10 * stream + number)
-            truth = {"action": clip.action, "shows": clip.shows, "box": clip.box}
-            chunks.append(Chunk(f"drawn {stream}", number, clip.frames, MOTION_QUESTION, **truth))
-    if "actions" in served.adapters:
-        for stream in range(2):
-            for number, clip in enumerate(embedded.handwritten(count, seed=stream)):
-                asked = embedded.question("actions")
-                chunks.append(
-                    Chunk(f"digits {stream}", number, clip.frames, asked, "actions", detects=False, action=clip.action)
-                )
-    return chunks
+    Raises:
+        SystemExit: it has none, or several.
+    """
+    if adapter is None:
+        return None
+    listed = requests.get(f"{served.backend.url}/lora_adapters", timeout=60).json()["adapters"]
+    rows = {row["name"]: row for row in listed}
+    heads = rows.get(adapter, {}).get("heads") or {}
+    names = [name for name, its in heads.items() if its == kind]
+    if len(names) != 1:
+        raise SystemExit(f"the adapter {adapter!r} has {len(names)} heads that {kind}; one is needed")
+    return Expert(adapter, names[0], rows[adapter]["prompt"] or "")
 
 
-def pan(path: Path, direction: str, frames: int) -> Iterator[Image.Image]:
-    """Frames of a camera that moves over a photograph."""
-    picture = open_image(path).resize((448, 448))
+def counted(backend: vlora.Runtime) -> dict[str, int]:
+    """Deadlines of such requests that the server has seen kept and missed so far."""
+    state = backend.get_server_info()["internal_states"][0]["vlora"]
+    return dict(state["deadlines"]["realtime"])
+
+
+def task_of(options: argparse.Namespace, served: Served) -> Task:
+    """What the options ask; the embedded model has experts of its own, whose clips had three frames."""
+    own = served.embedded and served.trained
+    actions = expert_of(served, options.actions or ("actions" if own else None), "classify")
+    objects = expert_of(served, options.objects or ("counting" if own else None), "detect")
+    return Task(options.frames or (3 if own else 6), options.question, options.target, actions, objects)
+
+
+def pan(path: Path, direction: str, frames: int) -> list[Image.Image]:
+    """Frames of a camera that moves over a photograph; one of 448 x 448 pixels is 256 tokens."""
+    picture = open_image(path).resize((896, 896))
     dx, dy = PANS[direction]
+    corners = []
     for step in range(frames):
-        shift = 112 * step / max(1, frames - 1)
-        left = 112 + dx * (shift - 56)
-        top = 112 + dy * (shift - 56)
-        yield picture.crop((round(left), round(top), round(left) + 224, round(top) + 224))
+        shift = 224 * step / max(1, frames - 1) - 112
+        corners.append((round(224 + dx * shift), round(224 + dy * shift)))
+    return [picture.crop((left, top, left + 448, top + 448)) for left, top in corners]
 
 
-def chunks_of(options: Any, served: Served) -> list[Chunk]:
-    """The work: the videos given, the embedded model's streams, or panned photographs."""
-    if served.embedded and served.trained and not options.video:
-        return embedded_chunks(served, options.chunks)
-    count = CHUNK * options.chunks
-    streams: dict[str, tuple[list[Image.Image], str | None]] = {
-        path.name: (sample_frames(path, count), None) for path in options.video
-    }
-    if not streams:
-        names = ("astronaut.png", "china.jpg", "motorcycle_left.png")
-        for name, way in zip(names, PANS, strict=False):
-            streams[f"{name} {way}"] = list(pan(photograph(name).path, way, count)), f"camera moves {way}"
-    return [
-        Chunk(
-            name,
-            number,
-            frames[number * CHUNK : (number + 1) * CHUNK],
-            options.question,
-            options.expert,
-            options.target,
-            action=truth,
-        )
-        for name, (frames, truth) in streams.items()
-        for number in range(-(-len(frames) // CHUNK))
-    ]
+def clips_of(
+    stream: int, options: argparse.Namespace, served: Served
+) -> tuple[str, list[list[Image.Image]], list[str]]:
+    """A stream's name, the frames of its chunks, and their actions where they are known."""
+    count = options.chunks
+    if options.video:
+        path = options.video[stream % len(options.video)]
+        frames = sample_frames(path, CHUNK * count)
+        return f"{path.name} {stream}", [frames[n : n + CHUNK] for n in range(0, len(frames), CHUNK)], []
+    if served.embedded and served.trained:
+        import embedded
+
+        clips = embedded.handwritten(count, seed=stream)
+        return f"digits {stream}", [clip.frames for clip in clips], [clip.action for clip in clips]
+    way = tuple(PANS)[stream % len(PANS)]
+    name = PHOTOGRAPHS[stream % len(PHOTOGRAPHS)]
+    frames = pan(photograph(name).path, way, CHUNK * count)
+    chunks = [frames[n * CHUNK : (n + 1) * CHUNK] for n in range(count)]
+    return f"{name} {stream}", chunks, [f"camera moves {way}"] * count
+
+
+def chunks_of(options: argparse.Namespace, served: Served) -> list[Chunk]:
+    """The chunks of all streams as they come: one a second of each, the streams evenly apart."""
+    found = []
+    for stream in range(options.streams):
+        name, clips, actions = clips_of(stream, options, served)
+        for number, frames in enumerate(clips):
+            at = (number + stream / options.streams) * options.every
+            found.append(Chunk(name, number, at, frames, actions[number] if actions else None))
+    return sorted(found, key=lambda chunk: chunk.at)
+
+
+def told(seen: Seen, deadline: float, judged: bool) -> str:
+    """A line of what was seen, and when."""
+    chunk = seen.chunk
+    said = f"{chunk.stream:<26}chunk {chunk.number}: {seen.action!r}"
+    if chunk.action is not None:
+        said += f" (is: {chunk.action})" + (" ✓" if seen.action == chunk.action else " ✗") * judged
+    late = " LATE" if seen.seconds > deadline else ""
+    return f"{said}; {len(seen.objects)} objects; {seen.seconds:.2f} s{late}"
+
+
+def caption(seen: Seen) -> str:
+    """Two lines under a picture."""
+    return f"{seen.chunk.stream} chunk {seen.chunk.number}, {seen.seconds:.2f} s\n{seen.action}"
 
 
 def main() -> None:
     """Serve, watch, print, draw."""
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--video", action="append", default=[], type=Path, help="a video file or a folder of frames")
-    parser.add_argument("--target", default="person", help="what to detect in a video")
-    parser.add_argument("--question", default=vlora.prompts.ACTION, help="what to ask about a chunk of a video")
-    parser.add_argument("--expert", help="the adapter that names actions; by default the base model")
+    parser.add_argument("--streams", type=int, default=1, help="how many streams there are")
     parser.add_argument("--chunks", type=int, default=4, help="chunks of each stream")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two chunks of a stream")
+    parser.add_argument("--deadline", type=float, default=1.0, metavar="SECONDS", help="for each answer")
+    parser.add_argument("--actions", metavar="ADAPTER", help="whose head names actions")
+    parser.add_argument("--objects", metavar="ADAPTER", help="whose head finds objects")
+    parser.add_argument("--frames", type=int, help="frames of a chunk that the action is read from (6)")
+    parser.add_argument("--question", default=vlora.prompts.ACTION, help="what to ask about a chunk without a head")
+    parser.add_argument("--target", default="person", help="what to detect without a head")
     parser.add_argument("--out", type=Path, default=Path("out"))
     options = parser.parse_args()
-    with serving(options) as served:
-        chunks = chunks_of(options, served)
-        batch = [(chunk,) for chunk in chunks]
-        states = analyse.run_batch(batch, backend=served.backend, num_threads=8, progress_bar=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    tiles, right, known = [], 0, 0
+    with serving(options) as served:
+        task, chunks = task_of(options, served), chunks_of(options, served)
+        backend = vlora.Runtime(served.backend.url, service="realtime", deadline=options.deadline)
+        before = counted(backend)
+        results = []
+        for seen in watch(chunks, task, backend):
+            print(told(seen, options.deadline, served.embedded), flush=True)
+            results.append(seen)
+        after = counted(backend)
     with (options.out / "analytics.jsonl").open("w") as rows:
-        for chunk, state in zip(chunks, states, strict=True):
-            if state.error():
-                print(f"{chunk.stream} chunk {chunk.number}: {state.error()}")
-                continue
-            action, objects = state.get("action", str), state.get("objects", vlora.Boxes)
-            row = {"stream": chunk.stream, "chunk": chunk.number, "action": action, "truth": chunk.action}
-            row["objects"] = [{"label": box.label, "box": [box.x0, box.y0, box.x1, box.y1]} for box in objects]
-            verdict = None
-            if served.embedded and chunk.action is not None:
-                verdict = action == chunk.action
-                right, known = right + verdict, known + 1
-            found = ", ".join(box.label for box in objects) or "-"
-            said = f"{chunk.stream:<26}chunk {chunk.number}: {action!r}"
-            if chunk.action is not None:
-                said += f" (is: {chunk.action})" + ("" if verdict is None else " ✓" if verdict else " ✗")
-            if chunk.detects:
-                said += f"; objects: {found}"
-            if chunk.box is not None:
-                overlap = max((box.iou(chunk.box) for box in objects if box.label == chunk.shows), default=0.0)
-                said += f" (is: {chunk.shows}, overlap {overlap:.2f})"
-                row |= {"shows": chunk.shows, "overlap": overlap}
-            rows.write(json.dumps(row) + "\n")
-            print(said)
-            tiles.append(
-                (framed(objects.draw(chunk.middle), verdict), f"{chunk.stream} chunk {chunk.number}\n{action}")
-            )
-    if not tiles:
-        raise SystemExit("no chunk could be analysed")
-    if known:
-        print(f"{right} of {known} actions right")
+        for seen in results:
+            boxes = [{"label": box.label, "box": [box.x0, box.y0, box.x1, box.y1]} for box in seen.objects]
+            row = {"stream": seen.chunk.stream, "chunk": seen.chunk.number, "seconds": round(seen.seconds, 4)}
+            row |= {"late": seen.seconds > options.deadline, "action": seen.action, "truth": seen.chunk.action}
+            rows.write(json.dumps({**row, "objects": boxes}) + "\n")
+    tiles = [
+        (framed(seen.objects.draw(seen.chunk.middle), seen.seconds <= options.deadline), caption(seen))
+        for seen in results
+    ]
     contact_sheet(tiles, columns=min(8, max(2, options.chunks))).save(options.out / "analytics.png")
-    print(f"{len(tiles)} of {len(chunks)} chunks; see {options.out}/analytics.jsonl and {options.out}/analytics.png")
+    late = sum(seen.seconds > options.deadline for seen in results)
+    missed, met = (after[kind] - before[kind] for kind in ("missed", "met"))
+    slowest = max(seen.seconds for seen in results)
+    print(f"{late} of {len(results)} chunks late; the slowest took {slowest:.2f} s of {options.deadline:g}")
+    print(f"the server counts {missed} of {met + missed} deadlines missed")
+    print(f"see {options.out}/analytics.jsonl and {options.out}/analytics.png")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import requests
 
-from vlora_sgl.core import JsonDict, RequestParams
+from vlora_sgl.core import JsonDict, RequestParams, ServiceClass
 from vlora_sgl.errors import ConfigError, ProgramCancelled, RequestError
 from vlora_sgl.lang import _upstream as up
 from vlora_sgl.lang.interpreter import Executor
@@ -40,7 +40,12 @@ class Endpoint(up.RuntimeEndpoint):
     Args:
         model_info: ``model_path`` and ``model_type`` of what is served.
         chat_template: name of one of SGLang's chat templates; by default the model's type decides.
+
+    Attributes:
+        asks: the latency class and the deadline of every request.
     """
+
+    asks = RequestParams()
 
     def __init__(self, model_info: JsonDict, chat_template: str | None = None) -> None:
         # Not the base constructor: it asks a server.
@@ -179,9 +184,10 @@ class Endpoint(up.RuntimeEndpoint):
             _check_finished(s, one)
         return answer
 
-    @staticmethod
-    def _complete(s: Executor, data: Request) -> Request:
-        """Add the state's images (only where the text that refers to them goes along) and its adapter."""
+    def _complete(self, s: Executor, data: Request) -> Request:
+        """Add the state's images (only where the text that refers to them goes along), its adapter, and ``asks``."""
+        if self.asks != Endpoint.asks:
+            data["sampling_params"] = self.asks.added_to(data["sampling_params"])
         urls = [url for _, url in s.images_]
         if urls and "text" in data and "image_data" not in data:
             data["image_data"] = [urls] * len(data["text"]) if isinstance(data["text"], list) else urls
@@ -198,8 +204,11 @@ class Runtime(Endpoint):
         api_key: sent as a bearer token.
         chat_template: name of one of SGLang's chat templates; by default the model's type decides.
         timeout: seconds to wait for one answer; None waits for ever.
+        service: latency class of every request: ``realtime``, ``interactive``, ``batch``.
+        deadline: seconds in which every request should be answered; the server counts those that are not.
 
     Raises:
+        ValueError: there is no such class.
         ConfigError: nothing answers there, or not as a server of ours does.
     """
 
@@ -210,7 +219,10 @@ class Runtime(Endpoint):
         api_key: str | None = None,
         chat_template: str | None = None,
         timeout: float | None = None,
+        service: str = ServiceClass.INTERACTIVE,
+        deadline: float | None = None,
     ) -> None:
+        self.asks = RequestParams(service=ServiceClass(service), deadline=deadline)
         self.url = url.rstrip("/")
         self.timeout = timeout
         # A session per thread: connections are reused, and never shared between programs that run at a time.
