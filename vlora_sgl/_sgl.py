@@ -313,6 +313,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         *("items_offset_list", "input_ids"),
     ),
     "adjust_embedding_length": ("embedding", "mask", "logger"),
+    "ServerArgs.override": ("self", "source"),
     "LoRAManager.load_lora_weights_from_tensors": ("self", "lora_ref", "tensors"),
     "LoRAManager._load_lora_adapter": ("self", "lora_ref"),
     "LoRAManager.validate_new_adapter": ("self", "lora_config", "lora_ref"),

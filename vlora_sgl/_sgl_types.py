@@ -155,6 +155,7 @@ class Req(Protocol):
     sampling_params: SamplingParams
     multimodal_inputs: MultimodalInputs | None
     to_finish: object
+    finished_reason: object
     stream: bool
     vocab_size: int
     last_node: TreeNode
@@ -244,6 +245,7 @@ class ServerArgs(Protocol):
     dp_size: int
     attn_cp_size: int
     enable_lora: bool
+    enable_lora_overlap_loading: bool | None
     lora_paths: list[LoRARef] | None
     max_loaded_loras: int | None
     chunked_prefill_size: int | None
@@ -255,6 +257,7 @@ class ServerArgs(Protocol):
     _vlora_chosen: JsonDict
 
     def url(self) -> str: ...
+    def override(self, source: str, **fields: object) -> None: ...
 
 
 class CudaGraphConfig(Protocol):

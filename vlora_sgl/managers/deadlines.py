@@ -42,9 +42,8 @@ def shorten(messages: Iterable[Any], clock: Callable[[], float] = time.perf_coun
     """Have requests that reach the scheduler say what is left of their deadlines."""
     for message in messages:
         for one in getattr(message, "batch", (message,)):
-            given = getattr(getattr(one, "sampling_params", None), "custom_params", None)
-            due = given.get("vlora_due") if given else None
-            if due is not None:
+            given = getattr(getattr(one, "sampling_params", None), "custom_params", None) or {}
+            if (due := given.get("vlora_due")) is not None:
                 given["vlora_deadline_ms"] = 1e3 * max(LEAST_S, due - clock())
 
 
@@ -99,8 +98,8 @@ class Deadlines:
             if isinstance(req.finished_reason, _sgl.FINISH_ABORT):
                 continue
             params = req.vlora.params
-            kept = self._clock() <= params.due
-            (self.met if kept else self.missed)[params.service] += 1
+            late = params.due is None or self._clock() > params.due
+            (self.missed if late else self.met)[params.service] += 1
 
     def state(self) -> dict[str, dict[str, int]]:
         """Figures for ``/server_info`` and the metrics, by class."""
