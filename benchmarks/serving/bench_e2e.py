@@ -5,6 +5,7 @@ of others.
     python -m benchmarks.serving.bench_e2e --systems cost vlora unmerged merged dlora csgmv triton --skews .1 .6 .9
     python -m benchmarks.serving.bench_e2e --workload retrieval video --heads   # closed questions: by heads
     python -m benchmarks.serving.bench_e2e --systems cost csgmv off --uniform
+    python -m benchmarks.serving.bench_e2e --plan --skews .6 --rates 8 24   # every policy; then --plan --recorded
     python -m benchmarks.serving.bench_e2e --shape llava-7b --uniform    # LLaVA-1.5-7B's language model; 3b: Qwen's
     python -m benchmarks.serving.bench_e2e --systems cost vllm --vllm-python PATH    # vLLM's server, of that Python
     python -m benchmarks.serving.bench_e2e --shape tiny --quick          # a check of all of it, on a laptop
@@ -35,6 +36,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from benchmarks.serving.policy_grid import MEANS, POLICIES, TAILS, over_best, over_unmerged
 from benchmarks.serving.replay import replay, summarize
 from benchmarks.serving.shape7b import SHAPES, adapter_numbers, base_numbers
 from benchmarks.serving.systems import DEFAULT, DLORA, SYSTEMS, Deployment, Server, make_deployment
@@ -68,6 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--uniform", action="store_true", help="also throughput of a full uniform batch, closed loop")
+    parser.add_argument("--plan", action="store_true", help="every policy; the figures plan.*, in place of the others")
     parser.add_argument("--quick", action="store_true", help="one cell: skew 60 %%, one rate, 30 s")
     parser.add_argument("--together", type=int, default=1, help="servers up at once")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds a server may take to start")
@@ -75,6 +78,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--summary", type=Path, default=SUMMARY)
     args = parser.parse_args(argv)
+    if args.plan:
+        args.systems = list(POLICIES)
     if args.quick:
         args.skews, args.rates, args.seconds, args.together = [0.6], args.rates[1:2] or args.rates, 30.0, 2
     args.tiny, args.model = args.shape in TINY, TINY.get(args.shape, args.shape)
@@ -168,6 +173,7 @@ def measure(server: Server, system: str, name: str, load: Workload, args: argpar
         "seconds": args.seconds,
         "seed": args.seed,
         **row,
+        "cost_error": (server.state().get("plan") or {}).get("cost_error", {}),
         "mode_share": {mode: count / max(1, sum(ran.values())) for mode, count in ran.items()},
         "switches": switch_counts(server) - switches,
     }
@@ -368,6 +374,17 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     return found
 
 
+def plan_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
+    """What rows of every policy say of the default one (``policy_grid``), in cells of a skew and a rate."""
+    by_rate = [{**row, "load": row["rate"]} for row in rows]
+    hottest = max(row["skew"] for row in rows)
+    errors = [row["cost_error"]["decode"] for row in rows if "decode" in row["cost_error"]]
+    found = [("mean_over_best", over_best(by_rate, MEANS)[0]), ("p99_over_best", over_best(by_rate, TAILS)[0])]
+    found += [("skew99_over_unmerged", over_unmerged(by_rate, hottest)[0])] if hottest >= 0.99 else []
+    found += [("table_error", statistics.median(errors))] if errors else []
+    return [(f"plan.{name}", value, False) for name, value in found]
+
+
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Latency (per token; of a request where heads answer) over the rate, a panel per skew; bars of a single rate."""
     import matplotlib
@@ -405,7 +422,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def results(args: argparse.Namespace, workload: str, kind: str) -> Path:
     """Where rows or the plot of a workload go."""
-    what = f"{'default.' * (args.attention == DEFAULT)}{SHAPES[args.model].figure}{workload}"
+    what = f"{'plan.' * args.plan}{'default.' * (args.attention == DEFAULT)}{SHAPES[args.model].figure}{workload}"
     return args.out / f"e2e-{what.replace('.', '-')}.{kind}"
 
 
@@ -414,7 +431,7 @@ def publish(rows: Sequence[dict[str, Any]], card: str, args: argparse.Namespace)
     for name in args.workload:
         if replayed := [row for row in rows if row["workload"] == name]:
             plot(replayed, results(args, name, "png"))
-    for name, value, higher in figures(rows):
+    for name, value, higher in (plan_figures if args.plan else figures)(rows) if rows else ():
         note(f"{name}: {value:.4f}")
         record(name, value, "ratio", higher, card=card, summary=args.summary)
 

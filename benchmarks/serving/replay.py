@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.serving.apis import GENERATE, Api, chunk_of
-from benchmarks.serving.simulate import quantile
+from benchmarks.serving.simulate import mean, quantile
 
 TIMEOUT_S = 120
 
@@ -100,6 +100,7 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     tokens = sum(o.tokens for o in good)
     gaps = [gap for o in good for gap in o.gaps]
     firsts = [o.first - o.due for o in good]
+    tpots = [(o.last - o.first) / (o.tokens - 1) for o in good if o.tokens > 1]
     span = max((o.last for o in good), default=0.0)
     return {
         "requests": len(good),
@@ -112,6 +113,9 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "p99_latency": quantile(latencies, 0.99),
         **{f"ttft_p{p}": quantile(firsts, p / 100) for p in (50, 90, 99)},
         **{f"itl_p{p}": quantile(gaps, p / 100) for p in (50, 90, 99)},
+        "ttft": mean(firsts),
+        "tpot": mean(tpots),
+        "tpot_p99": quantile(tpots, 0.99),
         "tokens_per_second": tokens / span if span else 0.0,
         "requests_per_second": len(good) / span if span else 0.0,
         "cached_share": sum(o.cached for o in good) / max(1, sum(o.prompt for o in good)),

@@ -2,7 +2,9 @@
 
 Runs tests/e2e/test_serving.py, test_heads.py and test_prefix_sharing.py against a server with graphs of decode steps
 and prefills: every row of a mixed batch (base, A, B, A) must have the greedy tokens of its single run, equal to
-transformers + PEFT in float32 on the CPU but for near ties of the random model, and heads their answers.
+transformers + PEFT in float32 on the CPU but for near ties of the random model, and heads their answers; adapters come
+to fewer slots than there are of them, on a stream of their own, while others run (tests/lora/test_arrivals.py,
+test_lives.py).
 ``--attention-backend`` is Triton's, FlashAttention 3 (which has bfloat16 only) or flashinfer's. ``--modes`` adds every
 inference mode, with adapters that are more than plain LoRA (DoRA, biases, activated), several as one and some on the
 vocabulary, adapters of the vision tower with graphs of the encoder, adapters whose numbers are not finite in bfloat16,
@@ -50,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = f"{flags} {options.server_flags}".strip()
     # A GPU machine may lack pytest's plugins that pyproject.toml's options ask for.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "tests/e2e/test_serving.py"]
-    command += ["tests/e2e/test_heads.py", "tests/e2e/test_prefix_sharing.py"]
+    command += ["tests/e2e/test_heads.py", "tests/e2e/test_prefix_sharing.py", "tests/lora/test_arrivals.py"]
+    command += ["tests/e2e/test_lives.py::test_more_adapters_than_slots_while_clients_hang_up"]
     modes = ("test_modes.py", "test_adapter_forms.py", "test_isolation.py", "test_tensor_parallel.py", "test_tower.py")
     names = (
         "test_combined.py::test_combined_rows_answer_as_peft_does_in_every_mode_and_company",

@@ -82,6 +82,7 @@ class Deployment:
         attention: ``--attention-backend`` of all of SGLang's servers, or ``DEFAULT``.
         words: tokens of text that stand for an image; 0 where the model takes images.
         vllm_python: the Python that has vLLM.
+        more: flags that servers of ours have besides.
     """
 
     model: Path
@@ -96,6 +97,7 @@ class Deployment:
     attention: str = "triton"
     words: int = 0
     vllm_python: str = sys.executable
+    more: tuple[str, ...] = ()
 
     def log(self, server: str) -> Path:
         """The iteration log of one server."""
@@ -145,6 +147,7 @@ class Deployment:
         if server == "ours":
             module, more = "vlora_sgl.launch_server", ["--vlora-iteration-log", str(self.log(server))]
             more += ["--vlora-policy", self.policy] if self.policy is not None else []
+            more += self.more
         else:
             module = "benchmarks.serving.stock"
             backend = server if on_gpu() else "torch_native"  # neither csgmv nor triton runs on a CPU

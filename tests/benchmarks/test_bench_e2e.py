@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from benchmarks.serving import systems
-from benchmarks.serving.bench_e2e import figures, parse, requests_of
+from benchmarks.serving.bench_e2e import figures, parse, plan_figures, requests_of
 from benchmarks.serving.replay import Outcome, summarize
 from benchmarks.serving.shape7b import (
     SHAPES,
@@ -216,3 +216,21 @@ def test_models_have_the_sizes_of_their_shape(shape: str, tmp_path: Path) -> Non
 def test_quick_is_one_cell() -> None:
     args = parse(["--quick"])
     assert (args.skews, len(args.rates), args.together) == ([0.6], 1, 2)
+
+
+def test_figures_of_every_policy_compare_the_default_one_with_the_best_of_each_cell() -> None:
+    ratios = {"cost": 1.0, "unmerged": 1.25, "dlora": 1.0, "vlora": 1.02, "merged": 3.0}
+    rows = [
+        {
+            "system": system, "skew": skew, "rate": rate, "token_latency": ratio, "ttft": 2 * ratio, "tpot": ratio,
+            "ttft_p99": 5.0 if system == "cost" else 4.0, "tpot_p99": 1.0, "cost_error": {"decode": 0.03},
+        }
+        for system, ratio in ratios.items()
+        for skew in (0.6, 0.99)
+        for rate in (8.0, 24.0)
+    ]  # fmt: skip
+    found = {name: value for name, value, _ in plan_figures(rows)}
+    assert found["plan.mean_over_best"] == 1.0 and found["plan.p99_over_best"] == 1.25
+    assert found["plan.skew99_over_unmerged"] == 0.8 and found["plan.table_error"] == 0.03
+    mild = [row for row in rows if row["skew"] == 0.6]
+    assert "plan.skew99_over_unmerged" not in {name for name, *_ in plan_figures(mild)}
