@@ -154,6 +154,7 @@ NAMES: dict[str, str] = {
     "Qwen2_5_VisionPatchEmbed": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionPatchEmbed",
     "Qwen2VisionTransformer": "sglang.srt.models.qwen2_vl:Qwen2VisionTransformer",
     "Qwen3VLMoeVisionModel": "sglang.srt.models.qwen3_vl:Qwen3VLMoeVisionModel",
+    "InternVisionModel": "sglang.srt.models.internvl:InternVisionModel",
     "VisionAttention": "sglang.srt.layers.attention.vision:VisionAttention",
     "VisionFlash3Attention": "sglang.srt.layers.attention.vision:VisionFlash3Attention",
     # LoRA

@@ -9,7 +9,17 @@ import pytest
 
 from tests.conftest import TinyModel
 from tests.support.engine_runs import EngineProcess
-from tests.support.modes import Expected, engine_options, expected_answers, make_adapters, make_forms
+from tests.support.modes import (
+    HALF,
+    MORE,
+    THREE,
+    TWO,
+    Expected,
+    engine_options,
+    expected_answers,
+    make_adapters,
+    make_forms,
+)
 from vlora_sgl.server_args import VLoraArgs
 
 
@@ -23,6 +33,16 @@ def mode_adapters(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactor
 def expected(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> dict[str | None, Expected]:
     """PEFT's answers of the base model and each of them."""
     return expected_answers(tiny_model.path, mode_adapters)
+
+
+@pytest.fixture(scope="session")
+def expected_combined(
+    tiny_model: TinyModel, mode_adapters: dict[str, Path], expected: dict[str | None, Expected]
+) -> dict[str | None, Expected]:
+    """PEFT's answers, those of combinations too."""
+    found = expected_answers(tiny_model.path, mode_adapters, [TWO, THREE, HALF, MORE]) | expected
+    assert len({tuple(one.ids) for one in found.values()}) == len(found)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from tests.conftest import Server
 from tests.e2e.test_reuse import load, reuse, unload
 from tests.support.engine_runs import EngineProcess
 from tests.support.head_reference import data_url, make_image, question
-from tests.support.modes import TEXT, Expected, check_all, engine_options
+from tests.support.modes import HALF, TEXT, TOKENS, TWO, Expected, check_all, engine_options
 from tests.support.reference import Reference
 from tests.support.tiny_random import make_adapter
 from vlora_sgl.platforms.cpu import is_plain_cpu
@@ -57,6 +57,31 @@ def engine(modes_engine: EngineProcess, form_adapters: dict[str, Path]) -> Itera
     yield modes_engine
     for name in form_adapters:
         assert modes_engine.unload(name) is None
+
+
+SCALED = {"dora": "DoRA's magnitudes", "lora_bias": "biases of B", "bias": "trained biases of the base model"}
+GREEDY = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("mode", ["unmerged", "merged", "mixture"])
+def test_forms_without_a_scale_are_in_no_combination_and_take_others_out(
+    engine: EngineProcess, expected_combined: Answers, expected_of_forms: Answers, mode: str
+) -> None:
+    """At scale one it is the adapter; with any other scale, or company, it is refused by name."""
+    engine.force_mode(mode)
+    engine.flush()
+    wanted = {**expected_combined, **expected_of_forms}
+    asked = [text for name in SCALED for text in (f'{{"{name}": 0.5}}', f'{{"{name}": 1, "all": 1}}')]
+    asked += [f'{{"mlp": 0.5, "{name}": 0.5}}' for name in SCALED]
+    whole = [f'{{"{name}": 1}}' for name in SCALED] + [f'{{"{name}": 1, "all": 0}}' for name in SCALED]
+    answers = engine.ask_each([{"prompt": TEXT, "lora_path": one, "sampling_params": GREEDY} for one in asked + whole])
+    for text, answer in zip(asked, answers, strict=False):
+        (name,) = (name for name in SCALED if f'"{name}"' in text)
+        assert isinstance(answer, str) and f"'{name}'" in answer and f"{SCALED[name]} have no scale" in answer, answer
+    for text, found in zip(whole, answers[len(asked) :], strict=True):
+        (name,) = (name for name in SCALED if f'"{name}"' in text)
+        assert isinstance(found, dict) and (not is_plain_cpu() or found["output_ids"] == wanted[name].ids), found
+    check_all(engine, ["dora", "dora", TWO, "bias", HALF, None, "all"], wanted)
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "merged", "mixture"])
@@ -142,11 +167,14 @@ def test_a_text_model_with_biases_answers_as_peft_in_every_mode(tmp_path: Path) 
     wanted: dict[str | None, list[int]] = {None: answer(model())}
     for seed, (name, options) in enumerate(OF_TEXT.items()):
         start = {"alora_invocation_tokens": prompt[4:6]} if name == "activated" else {}
-        tiny_adapter(model(), tmp_path / name, seed=seed, **options, **start)
+        tiny_adapter(model(), tmp_path / name, seed=seed, strength=0.2, **options, **start)
         wanted[name] = answer(PeftModel.from_pretrained(model(), tmp_path / name).eval())
     assert len({tuple(ids) for ids in wanted.values()}) == len(wanted)
     options = engine_options(path, {name: tmp_path / name for name in OF_TEXT})
     with EngineProcess(options) as engine:
+        engine.ready()
+        refusals = {row["never_merged"] for row in engine.state()["adapters"].values()}
+        assert refusals == {None}
         for mode, hot in itertools.product(("unmerged", "merged", "mixture"), ("dora", "bias", "lora_bias", "plain")):
             engine.force_mode(mode)
             for names in ([*wanted, hot, hot, hot], [hot]):

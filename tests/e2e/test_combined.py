@@ -11,21 +11,17 @@ from typing import Any
 import pytest
 import requests
 
-from tests.conftest import Server, TinyModel
+from tests.conftest import Server
 from tests.e2e.test_adapters import load, unload
 from tests.e2e.test_serving import encoded, picture, prompt
 from tests.support.engine_runs import EngineProcess
-from tests.support.modes import Expected, check_all, expected_answers
+from tests.support.modes import HALF, MORE, THREE, TWO, Expected, check_all
 from tests.support.reference import Reference
 
 pytestmark = pytest.mark.e2e
 
 Answers = dict[str | None, Expected]
 MODES = ("unmerged", "merged", "mixture")
-TWO = '{"all": 0.7, "mlp": 0.6}'
-THREE = '{"all": 0.5, "attention": 1.5, "mlp": -1.0}'
-HALF = '{"all": 0.5}'
-MORE = '{"all": 1.0, "attention": 0.8}'
 BATCHES: dict[str, list[str | None]] = {
     "alone": [TWO],
     "with its hottest, merged": ["all", TWO, "all", "all"],
@@ -35,21 +31,15 @@ BATCHES: dict[str, list[str | None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def combined(tiny_model: TinyModel, mode_adapters: dict[str, Path], expected: Answers) -> Answers:
-    """PEFT's answers, those of combinations too."""
-    return expected_answers(tiny_model.path, mode_adapters, [TWO, THREE, HALF, MORE]) | expected
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_combined_rows_answer_as_peft_does_in_every_mode_and_company(
-    modes_engine: EngineProcess, combined: Answers, mode: str, batch: str
+    modes_engine: EngineProcess, expected_combined: Answers, mode: str, batch: str
 ) -> None:
     modes_engine.force_mode(mode)
     modes_engine.flush()
     names = BATCHES[batch]
-    cold, warm = check_all(modes_engine, names, combined), check_all(modes_engine, names, combined)
+    cold, warm = (check_all(modes_engine, names, expected_combined) for _ in range(2))
     assert all(answer["meta_info"]["cached_tokens"] > 0 for answer in warm.answers)
     ran = {step.plan[1] for step in cold.steps if step.rows == len(names)}
     if mode != "unmerged" and "all" in names:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.conftest import TinyModel
+from tests.support import towers
 from tests.support.engine_runs import EngineProcess
+from tests.support.head_reference import data_url, make_image, question
 from tests.support.modes import Expected, check_all, engine_options
 from vlora_sgl.platforms.cpu import is_plain_cpu
 from vlora_sgl.server_args import VLoraArgs
@@ -19,6 +21,9 @@ pytestmark = [
     pytest.mark.slow,  # three processes of an engine
     pytest.mark.skipif(not is_plain_cpu() and torch.cuda.device_count() < 2, reason="needs two GPUs, or a plain CPU"),
 ]
+
+SEEN = 4
+"""A picture that every adapter of the tower answers differently."""
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +72,32 @@ def test_what_is_more_than_lora_answers_as_on_one_rank(
         if mode == "merged" and len(set(names)) == 1:
             assert "merged" in {plan[1] for _, _, _, plan in one}
     for name in form_adapters:
+        assert engine.unload(name) is None
+
+
+@pytest.mark.parametrize("mode", ["unmerged", "merged", "mixture"])
+def test_adapters_of_the_vision_tower_answer_as_on_one_rank(
+    engine: EngineProcess, tiny_model: TinyModel, tmp_path: Path, mode: str
+) -> None:
+    """A rank has a part of every head and column of the encoder's layers, and of the slots beside them."""
+    adapters = towers.make_adapters(tmp_path, tiny_model.path)
+    reference = towers.Reference(tiny_model.path, adapters)
+    names: list[str | None] = [None, *towers.ADAPTERS]
+    for name in towers.ADAPTERS:
+        assert engine.load(name, adapters[name]) is None
+    engine.force_mode(mode)
+    for seeds in ([SEEN] * len(names), range(1, len(names) + 1)):
+        images = [make_image(seed) for seed in seeds]
+        wanted = [
+            reference.ids(question("What is this?"), *one) for one in zip(names, [[i] for i in images], strict=True)
+        ]
+        assert len(set(seeds)) > 1 or len({tuple(ids) for ids in wanted}) == len(names)
+        sampling = {"temperature": 0, "max_new_tokens": towers.TOKENS, "ignore_eos": True}
+        shown = {"image_data": [[data_url(image)] for image in images], "sampling_params": sampling}
+        run = engine.generate(prompt=[question("What is this?")] * len(names), lora_path=names, **shown)
+        for answer, ids in zip(run.answers, wanted, strict=True):
+            assert not is_plain_cpu() or answer["output_ids"] == ids
+    for name in towers.ADAPTERS:
         assert engine.unload(name) is None
 
 

@@ -379,11 +379,11 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     ),
     "clip_tower": (
         lambda d: _rename(d, "model.language_model.layers.1.", "vision_tower.vision_model.encoder.layers.1."),
-        "vision tower or projector.*vision_tower",
+        "no module vision_tower.layers.1.mlp.down_proj",
     ),
     "projector": (
         lambda d: _rename(d, "model.language_model.layers.0.self_attn.q_proj", "multi_modal_projector.linear_1"),
-        "vision tower or projector.*multi_modal_projector",
+        "multi_modal_projector.linear_1.*no module projector.linear_1",
     ),
     "unknown_module": (lambda d: _rename(d, "q_proj", "query_key_value"), "no module layers.0.self_attn.query_key"),
     "unknown_prefix": (lambda d: _rename(d, "language_model.", "backbone."), "fit no module.*backbone.layers.0"),

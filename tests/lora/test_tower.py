@@ -23,7 +23,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 from tests.lora.test_activation import runtime as layers_runtime  # noqa: F401 - a fixture
 from tests.support.lora_adapters import tiny_adapter, tiny_model
-from tests.support.towers import ADAPTERS
+from tests.support.towers import ADAPTERS, over_all_frames
 from vlora_sgl import _sgl
 from vlora_sgl.errors import AdapterError, UnknownAdapterError
 from vlora_sgl.lora.adapter import engine_layout
@@ -146,7 +146,6 @@ class World:
 
     def wanted(self, name: str | None, pixels: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
         visual = self.reference.base_model.model.model.visual
-        # SGLang's Qwen2.5-VL attends to all frames of a video, transformers' to one at a time, without adapters too.
         with mock.patch.object(modeling_qwen2_5_vl, "get_vision_cu_seqlens", over_all_frames), ExitStack() as stack:
             if name is None:
                 stack.enter_context(self.reference.disable_adapter())
@@ -165,10 +164,6 @@ def read_tower(path: Path, layout: BaseLayout) -> dict[str, Any]:
 def _text() -> BaseLayout:
     layout = BaseLayout.from_model(tiny_model("qwen2_vl"))
     return replace(layout, shapes={name: shape for name, shape in layout.shapes.items() if not is_tower(name)})
-
-
-def over_all_frames(grid_thw: torch.Tensor, **_: Any) -> torch.Tensor:
-    return torch.nn.functional.pad(grid_thw.prod(1).cumsum(0), (1, 0)).int()
 
 
 def tokens_of(output: Any) -> torch.Tensor:

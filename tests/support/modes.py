@@ -23,6 +23,12 @@ TOKENS = 8
 CHUNK = 32
 TEXT = "<|im_start|>user\n" + "How many objects are there? Describe the image. " * 6 + "<|im_end|>\n"
 
+# Combinations of ``make_adapters``'.
+TWO = '{"all": 0.7, "mlp": 0.6}'
+THREE = '{"all": 0.5, "attention": 1.5, "mlp": -1.0}'
+HALF = '{"all": 0.5}'
+MORE = '{"all": 1.0, "attention": 0.8}'
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -92,16 +98,16 @@ def engine_options(model: Path, adapters: dict[str, Path]) -> dict[str, Any]:
 
 
 def expected_answers(
-    model_path: Path, adapters: dict[str, Path], combined: Sequence[str] = ()
+    model_path: Path, adapters: dict[str, Path], combined: Sequence[str] | None = None
 ) -> dict[str | None, Expected]:
-    """PEFT's answer to ``TEXT``, per adapter and combination of them, in float32 on the CPU."""
+    """PEFT's answer to ``TEXT``, of the base and each adapter, or of combinations of them, in float32 on the CPU."""
     from peft import PeftModel
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
     prompt = AutoTokenizer.from_pretrained(model_path)(TEXT)["input_ids"]
     assert len(prompt) > 2 * CHUNK
     found: dict[str | None, Expected] = {}
-    for name in (None, *adapters, *combined):
+    for name in (None, *adapters) if combined is None else combined:
         base = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_path, dtype=torch.float32).eval()
         base.generation_config.eos_token_id = None
         model = base

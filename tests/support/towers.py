@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 from tests.support.lora_adapters import tiny_adapter
 
@@ -20,7 +22,12 @@ LANGUAGE = r".*layers\.\d+\.(self_attn|mlp)\..*_proj"
 ADAPTERS: dict[str, dict[str, Any]] = {
     "tower": {"target_modules": BLOCKS, "r": 4},
     "projector": {"target_modules": PROJECTORS, "r": 20, "lora_alpha": 30},
-    "both": {"target_modules": f"{BLOCKS}|{PROJECTORS}", "r": 8, "use_rslora": True, "rank_pattern": {"merger": 3}},
+    "both": {
+        "target_modules": f"{BLOCKS}|{PROJECTORS}",
+        "r": 8,
+        "use_rslora": True,
+        "rank_pattern": {r".*merger.*": 3},
+    },
     "all": {"target_modules": f"{BLOCKS}|{PROJECTORS}|{LANGUAGE}", "r": 8},
     "language": {"target_modules": LANGUAGE, "r": 8},
 }
@@ -37,6 +44,11 @@ def make_adapters(root: Path, model: Path) -> dict[str, Path]:
     mixed = {key: weights["twin" if "visual" in key else "all"][key] for key in weights["all"]}
     save_file(mixed, paths["twin"] / "adapter_model.safetensors", metadata={"format": "pt"})
     return paths
+
+
+def over_all_frames(grid_thw: torch.Tensor, **_: Any) -> torch.Tensor:
+    """SGLang's Qwen2.5-VL attends to all frames of a video, transformers' to one at a time, without adapters too."""
+    return torch.nn.functional.pad(grid_thw.prod(1).cumsum(0), (1, 0)).int()
 
 
 class Reference:
@@ -57,6 +69,12 @@ class Reference:
     def ids(self, text: str, name: str | None, images: Sequence[Image.Image]) -> list[int]:
         """Greedy tokens."""
         return self._answer(self.processor(text=[text], images=list(images), return_tensors="pt"), name)
+
+    def ids_of_video(self, text: str, name: str | None, frames: torch.Tensor) -> list[int]:
+        """Greedy tokens of a text with a video [T, 3, H, W]."""
+        inputs = self.processor(text=[text], videos=[frames], return_tensors="pt")
+        with mock.patch.object(modeling_qwen2_5_vl, "get_vision_cu_seqlens", over_all_frames):
+            return self._answer(inputs, name)
 
     @torch.inference_mode()
     def _answer(self, inputs: Any, name: str | None) -> list[int]:

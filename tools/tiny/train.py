@@ -208,12 +208,14 @@ def train_adapter(
     Returns:
         accuracy on the test split of the base, of the adapter's decoded answer and of each head; sizes of the splits.
     """
-    domain, activate = domains.ADAPTERS[name]
+    (domain, activate), tower = domains.ADAPTERS[name], name in domains.TOWERS
     model, processor = _load(model_directory, device)
-    splits = {s: trainer.Prepared(model, processor, read_jsonl(data / domain / f"{s}.jsonl")) for s in SPLITS}
+    splits = {s: trainer.Prepared(model, processor, read_jsonl(data / domain / f"{s}.jsonl"), tower) for s in SPLITS}
     train, validation, test = splits.values()
     before = float(np.mean(trainer.exact_match(model, processor, test)))
-    settings = trainer.LoraSettings(rank=RANK, alpha=2 * RANK, activate=activate, seed=seed, steps=steps)
+    settings = trainer.LoraSettings(
+        rank=RANK, alpha=2 * RANK, activate=activate, seed=seed, steps=steps, tower=tower
+    )
     heads = [build_head(one, model.config.text_config.hidden_size) for one in domains.HEADS[domain]]
     adapter = trainer.train_lora(model, processor, train, settings, f"adapter {name}", heads)
     adapter.peft_config["default"].base_model_name_or_path = "vlora_sgl/models/tiny/model"
@@ -225,6 +227,7 @@ def train_adapter(
         measured[head.name] = {"kind": head.kind, "metric": head.metric_name, "value": value}
     report: dict[str, Any] = {
         "invocation": activate,
+        "tower": tower,
         "steps": steps,
         "base": before,
         "adapter": float(np.mean(trainer.exact_match(adapter, processor, test))),
@@ -246,7 +249,7 @@ def train_routed(
     Returns:
         what ``generate.token_router.make_routed`` reports, on the test splits; the routed adapter is in ``out``.
     """
-    members = {name: domain for name, (domain, invocation) in domains.ADAPTERS.items() if invocation is None}
+    members = domains.members()
     paths = {name: adapters / name for name in members}
     train, test = (
         {domain: read_jsonl(data / domain / f"{split}.jsonl") for domain in members.values()}

@@ -115,6 +115,8 @@ def engine_layout(model: nn.Module) -> BaseLayout:
             linears.append((path, (module.output_size, module.input_size), tuple(module.output_sizes)))
         elif isinstance(module, _sgl.LinearBase):
             linears.append((path, (module.output_size, module.input_size), ()))
+        elif isinstance(module, nn.Linear) and is_tower(path):
+            linears.append((path, (module.out_features, module.in_features), ()))
     if vocabulary and not any(path.endswith("lm_head") for path, _, _ in linears):
         # Tied to the embedding, so not a module of its own; adapters may still target it.
         hidden = next(iter(embeddings.values()))[0]

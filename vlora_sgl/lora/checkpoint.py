@@ -430,7 +430,8 @@ def _refuse_towers(paths: list[str]) -> None:
     if paths:
         raise AdapterError(
             f"{len(paths)} modules lie in a vision tower or projector where LoRA is not applied, for example "
-            f"{_sample(paths)}; of Qwen2-VL, Qwen2.5-VL and Qwen3-VL visual.blocks and the mergers are"
+            f"{_sample(paths)}; of Qwen2-VL, Qwen2.5-VL and Qwen3-VL visual.blocks and the mergers are, of LLaVA with "
+            "CLIP and InternVL the tower's layers and the projector's linears"
         )
 
 

@@ -97,6 +97,22 @@ class AtmmColumnLinear(Atmm, _sgl.ColumnParallelLinearWithLoRA):
         return self.column_forward(input_) if self.lora_active else super().forward(input_)
 
 
+class AtmmTorchLinear(AtmmColumnLinear):
+    """torch's own linear, which every rank holds whole: projectors of image encoders are made of them."""
+
+    def __init__(self, layer: nn.Linear, lora_backend: Any) -> None:
+        sizes = layer.in_features, layer.out_features
+        with torch.device("meta"):
+            whole = _sgl.ColumnParallelLinear(
+                *sizes, layer.bias is not None, params_dtype=layer.weight.dtype, tp_rank=0, tp_size=1
+            )
+        whole.weight, whole.bias = layer.weight, layer.bias
+        super().__init__(whole, lora_backend)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(input_)[0]
+
+
 class DeferredAdapters:
     """What a gate_up linear leaves to the activation behind it: the operands of one output, taken exactly once.
 
@@ -245,6 +261,7 @@ def layer_class(layer: nn.Module) -> type[nn.Module] | None:
         (_sgl.ReplicatedLinear, AtmmReplicatedLinear),
         (_sgl.ParallelLMHead, AtmmLMHead),
         (_sgl.VocabParallelEmbedding, AtmmEmbedding),
+        (nn.Linear, AtmmTorchLinear),
     ):
         if isinstance(layer, base):
             return ours

@@ -3,7 +3,8 @@
 A tensor of layer 3's query projection is called ``model.layers.3.self_attn.q_proj`` in one release of transformers,
 ``model.language_model.layers.3…`` in the next, ``language_model.model.layers.3…`` in SGLang. The *canonical* name
 drops every wrapper: ``layers.3.self_attn.q_proj``. Adapters, base checkpoints and engines all meet there. What lies in
-the vision tower of a Qwen model keeps its first name: ``visual.blocks.3.attn.qkv``.
+the vision tower of a Qwen model keeps its first name: ``visual.blocks.3.attn.qkv``; a CLIP or InternViT is a
+``vision_tower`` of ``layers``, and the two linears behind it are ``projector.linear_1`` and ``projector.linear_2``.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ _WRAPPERS = frozenset(
 # A path through one of these belongs to an image, video or audio tower, or to what joins it to the language model.
 _TOWER = re.compile(
     r"(^|\.)(visual|vision\w*|vit|image_\w+|audio\w*|multi_modal_projector|mm_projector|projector|merger|"
-    r"deepstack\w*|resampler|connector|aligner|embed_vision)(\.|$)"
+    r"deepstack\w*|resampler|connector|aligner|embed_vision|mlp1)(\.|$)"
 )
-# The tower whose adapters can be served: its blocks, its projector, and projectors of inner layers.
-_SERVED_TOWER = re.compile(r"(?:^|\.)(visual\.(?:blocks|merger|deepstack_merger_list)\..+)$")
+# The towers whose adapters can be served. Of a Qwen model its blocks, its projector, and projectors of inner layers.
+_QWEN_TOWER = re.compile(r"(?:^|\.)(visual\.(?:blocks|merger|deepstack_merger_list)\..+)$")
+_TOWER_LAYER = re.compile(r"(?:^|\.)vision_(?:tower|model)\.(?:vision_\w+\.)*(?:encoder\.)?layers?\.(\d+)\.(.+)$")
+_PROJECTOR = re.compile(r"(?:^|\.)(?:multi_modal_projector\.linear_|mm_projector\.|mlp1\.|projector\.linear_)(\d)$")
+# What is called a layer's attention in transformers' CLIP and InternViT, in InternVL's own code and in SGLang.
+_ATTENTION = re.compile(r"^(?:self_attn|attention|attn)\.(?:attn\.)?(.+)$")
+_ATTENTION_LEAVES = {"qkv": "qkv_proj", "proj": "out_proj", "projection_layer": "out_proj"}
+# Of the two linears: LLaVA's first layout counts the activation between them, InternVL's the norm before them too.
+_PROJECTORS = {("mm_projector", "0"): 1, ("mm_projector", "2"): 2, ("mlp1", "1"): 1, ("mlp1", "3"): 2}
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -51,20 +59,34 @@ def canonical_name(path: str) -> str | None:
 
     >>> canonical_name("base_model.model.model.language_model.layers.3.mlp.up_proj")
     'layers.3.mlp.up_proj'
-    >>> canonical_name("lm_head"), canonical_name("vision_tower.layers.0.q_proj")
+    >>> canonical_name("lm_head"), canonical_name("vision_tower.transformer.layers.0.feed_forward.w1")
     ('lm_head', None)
     >>> canonical_name("model.visual.blocks.0.attn.qkv"), canonical_name("visual.merger.mlp.0")
     ('visual.blocks.0.attn.qkv', 'visual.merger.mlp.0')
+    >>> canonical_name("vision_tower.vision_model.encoder.layers.2.self_attn.q_proj"), canonical_name("mlp1.3")
+    ('vision_tower.layers.2.self_attn.q_proj', 'projector.linear_2')
     """
     if is_tower(path):
-        found = _SERVED_TOWER.search(path)
-        # SGLang's name for what transformers calls qkv: there it is one matrix, and its adapter has one A.
-        return found[1].replace(".attn.qkv_proj", ".attn.qkv") if found else None
+        return _tower_name(path)
     parts = path.split(".")
     while parts and parts[0] in _WRAPPERS:
         parts.pop(0)
     name = ".".join(parts)
     return name if _LAYER.match(name) or name in EMBEDDING_MODULES else None
+
+
+def _tower_name(path: str) -> str | None:
+    if found := _QWEN_TOWER.search(path):
+        # SGLang's name for what transformers calls qkv: there it is one matrix, and its adapter has one A.
+        return found[1].replace(".attn.qkv_proj", ".attn.qkv")
+    if found := _TOWER_LAYER.search(path):
+        if attention := _ATTENTION.match(found[2]):
+            return f"vision_tower.layers.{found[1]}.self_attn.{_ATTENTION_LEAVES.get(attention[1], attention[1])}"
+        return f"vision_tower.layers.{found[1]}.{found[2]}"
+    if found := _PROJECTOR.search(path):
+        number = _PROJECTORS.get((path.rpartition(".")[0].rpartition(".")[2], found[1]), found[1])
+        return f"projector.linear_{number}" if str(number) in "12" else None
+    return None
 
 
 def layer_of(name: str) -> int | None:
@@ -81,7 +103,13 @@ def kind_of(name: str) -> str:
     """
     if not is_tower(name):
         return name.rpartition(".")[2]
-    return "visual " + re.sub(r"^visual\.(?:blocks\.\d+\.)?|(?<=deepstack_merger_list)\.\d+", "", name)
+    layer = r"^(?:visual\.(?:blocks\.\d+\.)?|vision_tower\.layers\.\d+\.)|(?<=deepstack_merger_list)\.\d+"
+    return "visual " + re.sub(layer, "", name)
+
+
+def in_blocks(name: str) -> bool:
+    """Whether a module of the tower, by its canonical name, lies in its blocks, and not behind them."""
+    return name.startswith(("visual.blocks.", "vision_tower.layers."))
 
 
 @dataclass(frozen=True)

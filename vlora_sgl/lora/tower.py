@@ -32,13 +32,11 @@ from vlora_sgl.lora.packed import Packed, Slots, Weight
 from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.lora.stacking import StackedAdapter
 from vlora_sgl.lora.tower_routing import Feed, TowerRouting
+from vlora_sgl.multimodal.encoders import SERVED, encoder_of
 from vlora_sgl.seams import Place
 from vlora_sgl.server_args import SLOT_UNIT
 
 logger = logging.getLogger(__name__)
-
-ENCODERS = ("Qwen2VisionTransformer", "Qwen2_5_VisionTransformer", "Qwen3VLMoeVisionModel")
-"""SGLang's encoders whose linear layers are known to get the patches of one image after the other."""
 
 FEEDS = ("get_image_feature", "get_video_feature")
 """The methods of SGLang's models that are given the images of an encoder call."""
@@ -49,12 +47,12 @@ LAYERS, IMAGES = "VisionAttention.qkv_proj", "Qwen2VLForConditionalGeneration.ge
 
 def why_not_adapted(model: nn.Module, backend: str) -> str | None:
     """Why adapters of a model's vision tower cannot be served, or ``None`` if they can."""
-    encoder: Any = getattr(model, "visual", None)
-    if not _sgl.is_a(encoder, *ENCODERS):
-        return "this model's image encoder is not one of Qwen2-VL, Qwen2.5-VL or Qwen3-VL"
+    encoder = encoder_of(model)
+    if encoder is None:
+        return f"this model's image encoder is not one of {SERVED}"
     if backend != "atmm":
         return "it needs --lora-backend atmm"
-    if getattr(encoder, "use_data_parallel", False):
+    if getattr(encoder.module, "use_data_parallel", False):
         return "with --mm-enable-dp-encoder the ranks encode images of their own"
     if _sgl.envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get():
         return "SGLang's graphs of the encoder (SGLANG_VIT_ENABLE_CUDA_GRAPH) know no adapters"
@@ -143,9 +141,10 @@ class Tower(Slots):
         self.model, self.dtype, self.device = model, dtype, device
         self._slots, self._copy = rows.slots, copy
         self._paths = {name: path for name, path in layout.paths.items() if is_tower(name)}
-        encoder: Any = model.visual
-        self.routing = TowerRouting(rows, self, encoder.spatial_merge_size**2, device)
-        self._feeds = {name: getattr(model, name) for name in FEEDS}
+        encoder = encoder_of(model)
+        assert encoder is not None
+        self.routing = TowerRouting(rows, self, encoder, device)
+        self._feeds = feeds(model)
         self._nothing()
 
     # Memory
@@ -186,8 +185,7 @@ class Tower(Slots):
         """Give the encoder SGLang's layers back, and the memory of all slots."""
         self.restore()
         self.routing.forget_graphs()
-        places = [self._place(name, module.base_layer) for name, module in self.modules.items()]
-        for place in [*places, *(Place(self.model, name, feed) for name, feed in self._feeds.items())]:
+        for place in [*(self._place(*one) for one in self._originals.items()), *self._feeds]:
             place.put()
         for layout in self._layouts.values():
             layout.routes.clear()
@@ -196,6 +194,7 @@ class Tower(Slots):
     def _nothing(self) -> None:
         self.A_buffer, self.B_buffer, self.max_lora_rank = {}, {}, 0
         self.modules: dict[str, Any] = {}
+        self._originals: dict[str, nn.Module] = {}
         self.switcher: ModeSwitcher | None = None
         self.staging = torch.empty(0)
         self._base_sizes: dict[str, tuple[BaseSize, ...]] = {}
@@ -209,19 +208,19 @@ class Tower(Slots):
             return
         for name, path in self._paths.items():
             if kind_of(name) in kinds:
-                base: Any = self.model.get_submodule(path)
-                self.modules[name] = module = wrap(base, self.routing.backend_of(name))
+                self._originals[name] = self.model.get_submodule(path)
+                self.modules[name] = module = wrap(name, self._originals[name], self.routing.backend_of(name))
+                base = module.base_layer
                 inner = getattr(base, "input_size_per_partition", base.input_size)
                 out = getattr(base, "output_size_per_partition", base.output_size)
-                self.A_buffer[name] = [self._zeros(rank * parts(base), inner)]
+                self.A_buffer[name] = [self._zeros(rank * parts(name, base), inner)]
                 self.B_buffer[name] = [self._zeros(out, rank)]
                 module.set_lora_info(self.A_buffer[name][0], self.B_buffer[name][0])
         self.make_staging(sorted(self._everything()), self.device)
         self.switcher = self._make_switcher()
         places = [self._place(name, module) for name, module in self.modules.items()]
         seams.place(LAYERS, places)
-        feeds = [Place(self.model, name, Feed(feed, self.routing)) for name, feed in self._feeds.items()]
-        seams.place(IMAGES, feeds)
+        seams.place(IMAGES, [Place(owner, key, Feed(feed, self.routing)) for owner, key, feed in self._feeds])
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(self._slots, *shape, dtype=self.dtype, device=self.device)
@@ -330,16 +329,25 @@ def tower_of(adapter: LoRAAdapter | None) -> TowerWeights | None:
     return getattr(adapter, "tower", None)
 
 
-def parts(layer: nn.Module) -> int:
-    """Stacked projections of an encoder's linear. Its q, k and v were trained as one matrix."""
+def feeds(model: nn.Module) -> list[Place]:
+    """Where a model's methods that encode images are looked up: by name, and by kind of what is encoded."""
+    found = [Place(model, name, getattr(model, name)) for name in FEEDS if hasattr(model, name)]
+    table: Any = getattr(model, "external_mm_data_embedding_funcs", {})
+    return found + [Place(table, *one) for one in table.items() if one[1] in [place.value for place in found]]
+
+
+def parts(name: str, layer: nn.Module) -> int:
+    """Stacked projections of an encoder's linear. A Qwen model's q, k and v were trained as one matrix."""
+    if isinstance(layer, _sgl.QKVParallelLinear):
+        return 1 if name.endswith(".attn.qkv") else 3
     return len(layer.output_sizes) if isinstance(layer, _sgl.MergedColumnParallelLinear) else 1
 
 
-def wrap(layer: nn.Module, backend: Any) -> Any:
+def wrap(name: str, layer: nn.Module, backend: Any) -> Any:
     """A linear of the encoder, wrapped for the operator."""
     ours = layer_class(layer)
     assert ours is not None
     wrapped: Any = ours(layer, backend)
-    if parts(layer) == 1 and hasattr(wrapped, "output_offset_cpu"):
+    if parts(name, layer) == 1 and hasattr(wrapped, "output_offset_cpu"):
         wrapped.output_offset_cpu = wrapped.output_offset_cpu[[0, -1]]
     return wrapped

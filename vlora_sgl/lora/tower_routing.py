@@ -1,13 +1,12 @@
 """Which rows of the image encoder apply which slots: told before each of its calls.
 
 Rows of the encoder are patches, of one image after the other; an image belongs to a request, and a request to an
-adapter. Rows of the projectors are fewer by the number of patches that are merged to one token. So there are two
-routings of one call, and two backends that keep them.
+adapter. Rows of the projectors are fewer, by patches that are merged to one token or a class token that is left out.
+So there are two routings of one call, and two backends that keep them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,8 +19,10 @@ from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.kernels.atmm import Pairs
 from vlora_sgl.kernels.atmm.row_routing import TILE_ROWS
 from vlora_sgl.lora.backend import MANY_ROWS, AtmmBackend, Batch, GraphTables
+from vlora_sgl.lora.layout import in_blocks
 from vlora_sgl.lora.row_routing import RowRouting
-from vlora_sgl.multimodal.vision_graphs import Grid, VisionGraphs
+from vlora_sgl.multimodal.encoders import Encoder, Rows
+from vlora_sgl.multimodal.vision_graphs import VisionGraphs
 
 Tables = tuple[GraphTables, GraphTables]
 """Of a captured call, those of the patches and those of the tokens."""
@@ -53,23 +54,23 @@ class TowerRouting:
     Args:
         rows: the language model's slots; those of the tower have the same numbers.
         tower: its slots.
-        unit: patches that become one token.
-        device: that the encoder runs on.
+        encoder: that is called.
+        device: that it runs on.
 
     Attributes:
         images: what each image of the present call applies; empty where none applies anything.
         graphs: captured encoders, if there are any.
     """
 
-    def __init__(self, rows: RowRouting, tower: TowerSlots, unit: int, device: torch.device) -> None:
-        self._rows, self._tower, self._unit, self._device = rows, tower, unit, device
+    def __init__(self, rows: RowRouting, tower: TowerSlots, encoder: Encoder, device: torch.device) -> None:
+        self._rows, self._tower, self.encoder, self._device = rows, tower, encoder, device
         self._patches, self._tokens = (TowerBackend(rows.slots, device) for _ in range(2))
         self.images: Sequence[Pairs] = ()
         self.graphs: VisionGraphs | None = None
 
     def backend_of(self, name: str) -> TowerBackend:
         """The backend of a module, by its canonical name."""
-        return self._patches if name.startswith("visual.blocks.") else self._tokens
+        return self._patches if in_blocks(name) else self._tokens
 
     def pairs_of(self, adapter: AdapterId) -> Pairs:
         """What an image of this adapter applies; of ``None``, and of adapters without weights for the tower, as well.
@@ -86,31 +87,29 @@ class TowerRouting:
         return tuple(pairs)
 
     @contextmanager
-    def encoding(self, items: Sequence[MultimodalDataItem], grids: Sequence[Sequence[Grid]]) -> Iterator[None]:
+    def encoding(self, items: Sequence[MultimodalDataItem], kind: str) -> Iterator[None]:
         """While this lasts, the encoder is called with these images.
 
         Args:
             items: with their adapter's id as ``vlora_adapter``, where that has weights for the tower.
-            grids: of each item, those of its images.
+            kind: ``"image"`` or ``"video"``.
         """
-        applied = [self.pairs_of(adapter_of(item)) for item, own in zip(items, grids, strict=True) for _ in own]
-        if not any(applied):
+        applied = [(self.pairs_of(adapter_of(item)), rows) for item in items for rows in self.encoder.rows(item, kind)]
+        if not any(pairs for pairs, _ in applied):
             yield
             return
-        flat = [grid for own in grids for grid in own]
-        self.images = applied
+        self.images = [pairs for pairs, _ in applied]
         # Even where graphs will replay, which read tables of their own: that is for the encoder to decide.
-        self._route([(pairs, math.prod(grid)) for pairs, grid in zip(applied, flat, strict=True)])
+        self._route(applied)
         try:
             yield
         finally:
             self.images = ()
             self._reset()
 
-    def _route(self, runs: Sequence[tuple[Pairs, int]]) -> None:
-        tokens = [(pairs, patches // self._unit) for pairs, patches in runs]
-        self._patches.route(*self._rows.tables_of(runs, size_of))
-        self._tokens.route(*self._rows.tables_of(tokens, size_of))
+    def _route(self, applied: Sequence[tuple[Pairs, Rows]]) -> None:
+        for place, backend in enumerate((self._patches, self._tokens)):
+            backend.route(*self._rows.tables_of([(pairs, rows[place]) for pairs, rows in applied], size_of))
 
     def _reset(self) -> None:
         self._patches.reset_batch_state()
@@ -130,7 +129,7 @@ class TowerRouting:
         places = range(self._rows.slots)
         made = (
             GraphTables(rows, places, self._device, TILE_ROWS[True] if rows >= MANY_ROWS else None)
-            for rows in (patches, patches // self._unit)
+            for rows in (patches, patches // self.encoder.unit)
         )
         first, second = made
         return first, second
@@ -173,12 +172,11 @@ class Feed:
         self._encode, self._routing = encode, routing
         # SGLang asks whose method it is, to know whether the features have to be moved to the device first.
         self.__self__, self.__name__ = getattr(encode, "__self__", None), getattr(encode, "__name__", "")
-        self._grid = "video_grid_thw" if "video" in self.__name__ else "image_grid_thw"
+        self._kind = "video" if "video" in self.__name__ else "image"
 
     def __call__(self, items: Sequence[MultimodalDataItem]) -> Any:
         """As the method."""
-        grids: list[list[Grid]] = [list(map(tuple, item.model_specific_data[self._grid].tolist())) for item in items]
-        with self._routing.encoding(items, grids):
+        with self._routing.encoding(items, self._kind):
             return self._encode(items)
 
 

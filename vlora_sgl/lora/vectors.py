@@ -81,6 +81,7 @@ class SlotVectors:
         if vectors is not None:
             self.table[slot].copy_(vectors, non_blocking=True)
 
+    @torch.no_grad()  # the base's biases are parameters, and a start is in no inference mode
     def attach(self, adapter: LoRAAdapter) -> None:
         """Compute an adapter's vectors, once its factors are this rank's: ``vectors`` and ``unmergeable``.
 

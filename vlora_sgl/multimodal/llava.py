@@ -114,6 +114,13 @@ class Llava(_sgl.LlavaForConditionalGeneration):
         embeddings: torch.Tensor = self.multi_modal_projector(chosen).flatten(0, 1)
         return embeddings
 
+    def rows_of(self, item: MultimodalDataItem) -> list[tuple[int, int]]:
+        """Of each image of an item: states of the tower, and those that the projector is given."""
+        count, _, height, width = item.feature.shape
+        size = self.vision_tower.config.patch_size
+        states = 1 + (height // size) * (width // size)
+        return [(states, states - self._first)] * count
+
     def load_weights(self, weights: Weights) -> None:
         """Take a checkpoint's weights, by the names that either layout has for them."""
         parameters = dict(self.multi_modal_projector.named_parameters(prefix="multi_modal_projector"))
