@@ -161,16 +161,17 @@ def main() -> None:
         note(f"tiny.blind.{kind}", float(np.mean(served(args.url, blind, None, f"{kind}, blind"))), "accuracy", False)
     with tempfile.TemporaryDirectory() as folder:
         adapters = [name for name in tiny.adapters() if name in args.parts]
-        domains.prepare(Path(folder), sorted({domains.ADAPTERS[name][0] for name in adapters}))
+        domains.prepare(Path(folder), sorted({domains.EVERY[name][0] for name in adapters}))
+        accuracy: dict[str, float] = {}
         for name in adapters:
-            examples = read_jsonl(Path(folder) / domains.ADAPTERS[name][0] / "test.jsonl")
+            examples = read_jsonl(Path(folder) / domains.EVERY[name][0] / "test.jsonl")
             cases = [(e.load_images(), e.question, e.answer) for e in examples]
             with_adapter = served(args.url, cases, name, name)
             without = served(args.url, cases, None, f"{name}, base")
             reference = Reference(name)
             differing = sum(a != b for a, b in zip(with_adapter, reference.right(examples), strict=True))
             print(f"{name}: {differing} of {len(cases)} served answers differ in correctness from transformers + PEFT")
-            decoded = float(np.mean(with_adapter))
+            decoded = accuracy[name] = float(np.mean(with_adapter))
             note(f"tiny.adapter.{name}.accuracy", decoded, "accuracy")
             note(f"tiny.adapter.{name}.gain_points", 100 * (decoded - float(np.mean(without))), "points")
             for head in reference.heads.values():
@@ -183,6 +184,9 @@ def main() -> None:
                 note(f"tiny.head.{name}.{head.name}", quality, head.metric_name)
                 if head.features == "last_token":
                     note(f"heads.accuracy_minus_lm_points.{name}", 100 * (quality - decoded), "points")
+        for name, (domain, _) in domains.TOWERS.items():
+            if accuracy.keys() >= {name, domain}:
+                note(f"tiny.adapter.{domain}.tower_gain_points", 100 * (accuracy[name] - accuracy[domain]), "points")
         if ROUTED in args.parts:
             wanted = sorted({domains.ADAPTERS[name][0] for name in member_names(tiny.routed(), ROUTED)})
             domains.prepare(Path(folder), wanted)

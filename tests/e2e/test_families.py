@@ -24,6 +24,11 @@ pytestmark = pytest.mark.e2e
 
 TOKENS = 8
 NOT_TOWERS = r".*(visual|vision_tower|vision_model|multi_modal_projector).*"
+TOWERS: dict[str, Any] = {
+    "tower": r".*vision_tower\..*(q_proj|v_proj|out_proj|projection_layer|fc1)",
+    "projector": r".*multi_modal_projector\.linear_[12]",
+    "everything": "all-linear",
+}
 KEY = {"Authorization": "Bearer secret"}
 QUICK = "llava"
 NAMES = [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
@@ -96,6 +101,48 @@ def test_adapters_answer_as_peft_does_in_every_mode(family: Served, images: int)
         assert set(one["meta_info"]["vlora"]["modes"]) == {mode}
         for row, ids in zip(ask(server, names, text, shown), wanted, strict=True):
             assert_same_tokens(row, ids)
+
+
+@pytest.fixture(scope="module")
+def seeing(family: Served, tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, int]:
+    """The family with adapters of its vision tower and projector, and of all (the Qwen models': test_tower.py); and a
+    picture that each answers differently."""
+    kind, server, reference = family
+    if kind.base not in ("llava", "internvl"):
+        pytest.skip("its tower takes no adapters, or is tested elsewhere")
+    root = tmp_path_factory.mktemp("towers")
+    for seed, (name, targets) in enumerate(TOWERS.items(), start=5):
+        base = load(reference.name, reference.directory)
+        tiny_adapter(base, root / name, seed=seed, strength=0.17, target_modules=targets, exclude_modules="lm_head")
+        reference.model.load_adapter(root / name, adapter_name=name)
+        body = {"lora_name": name, "lora_path": str(root / name)}
+        reply = requests.post(f"{server.url}/load_lora_adapter", json=body, timeout=60, headers=KEY)
+        assert reply.status_code == 200, reply.text
+
+    def answers(seed: int) -> int:
+        image = [make_image(seed, kind.size)]
+        return len({tuple(reference.tokens(prompt(kind, 1), name, image, TOKENS)) for name in (None, "A", *TOWERS)})
+
+    return family, next(seed for seed in range(100) if answers(seed) == len(TOWERS) + 2)
+
+
+@pytest.mark.parametrize("mode", ["unmerged", "merged", "mixture"])
+def test_adapters_of_the_vision_tower_answer_as_peft_does(seeing: tuple[Served, int], mode: str) -> None:
+    (kind, server, reference), seen = seeing
+    change = {"server_args": {f"vlora_mode:{mode}": 1}}
+    requests.post(f"{server.url}/set_internal_state", json=change, headers=KEY, timeout=60).raise_for_status()
+    flush(server)
+    for names in ([None, "tower", "projector", "everything"], ["A", "tower", None, "everything", "tower"]):
+        for seeds in ([seen] * len(names), range(len(names))):
+            text, shown = prompt(kind, 1), [[make_image(seed, kind.size)] for seed in seeds]
+            wanted = [reference.tokens(text, name, own, TOKENS) for name, own in zip(names, shown, strict=True)]
+            for row, ids in zip(ask(server, names, text, shown), wanted, strict=True):
+                assert_same_tokens(row, ids)
+    two = [make_image(1, kind.size), make_image(2, kind.size)]
+    for name in TOWERS:
+        (one,) = ask(server, [name], prompt(kind, 2), [two])
+        assert_same_tokens(one, reference.tokens(prompt(kind, 2), name, two, TOKENS))
+        assert set(one["meta_info"]["vlora"]["modes"]) == {mode}
 
 
 def test_an_image_is_computed_once_and_no_other_takes_its_place(family: Served) -> None:

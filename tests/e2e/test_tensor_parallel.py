@@ -30,7 +30,12 @@ SEEN = 4
 def engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[EngineProcess]:
     # SGLang wants one NUMA node a rank on a CPU, or to be told the cores (which it then binds only with AMX).
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if is_plain_cpu() else {}
-    options = {**engine_options(tiny_model.path, mode_adapters), "tp_size": 2, "max_loras_per_batch": 8}
+    options = {
+        **engine_options(tiny_model.path, mode_adapters),
+        "tp_size": 2,
+        "max_loras_per_batch": 8,
+        "max_lora_rank": 32,
+    }
     # Algorithm 1 merges whenever a batch is one adapter's; by costs that hardly pays for a model this small.
     with EngineProcess(options, vlora=VLoraArgs(policy="vlora", dora=True), environment=cores) as process:
         yield process

@@ -84,7 +84,7 @@ def test_hot_cold_and_base_give_the_original_logits(family: str, exact_ranks: bo
 def test_adapters_of_the_vision_tower_are_merged_and_taken_out(family: str, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path / "model", max_shard_size="20KB")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    kinds = {"hot": "all", "tower": "tower", "projector": "projector", "language": "language"}
+    kinds = {"hot": "whole", "tower": "tower", "projector": "projector", "language": "language"}
     for seed, (name, kind) in enumerate(kinds.items(), start=1):
         tiny_adapter(tiny_model(family), tmp_path / name, seed=seed, strength=0.1, **ADAPTERS[kind])
     adapters, out = {name: tmp_path / name for name in kinds}, tmp_path / "out"

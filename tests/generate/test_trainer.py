@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.lora_adapters import tiny_model
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.generate.datasets import Example
 from vlora_sgl.generate.heads import hidden_states, raw_outputs, start_from_answers, target
@@ -28,6 +29,7 @@ from vlora_sgl.generate.trainer import (
     head_answers,
     load_adapter,
     save_adapter,
+    tower_linears,
     train_lora,
 )
 from vlora_sgl.heads import Boxes, ClassifyHead, CountHead, DetectHead, Grid, load_heads
@@ -95,6 +97,21 @@ def test_the_vision_tower_is_trained_where_asked(processor: Any, model: Any, tmp
     modules = read_adapter(tmp_path / "saved").modules
     assert {is_tower(name) for name in modules} == {True, False}
     assert exact_match(load_adapter(adapter.unload(), tmp_path / "saved"), processor, data) == said
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl"])
+def test_every_linear_of_a_tower_and_its_projector_is_trained(family: str) -> None:
+    with torch.device("meta"):
+        model: Any = tiny_model(family)
+    linears = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    outside = [path for path in linears if "language_model" not in path and path != "lm_head"]
+    assert tower_linears(model) == outside and len(outside) > 8
+
+
+@pytest.mark.parametrize("family", ["mistral3", "gemma3", "qwen2"])
+def test_towers_whose_adapters_are_not_served_are_not_trained(family: str) -> None:
+    with torch.device("meta"), pytest.raises(ConfigError, match="are not served"):
+        tower_linears(tiny_model(family))  # type: ignore[arg-type]
 
 
 def test_a_tower_that_starts_after_the_image_is_refused() -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.lora_adapters import FAMILIES, TEXT, tiny_adapter, tiny_config, tiny_model
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.checkpoint import AdapterWeights, read_adapter
-from vlora_sgl.lora.layout import BaseLayout, canonical_name
+from vlora_sgl.lora.layout import BaseLayout, canonical_name, is_tower
 
 WEIGHTS = "adapter_model.safetensors"
 LANGUAGE = r".*\blayers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
@@ -293,6 +293,69 @@ def first(tensors: dict[str, torch.Tensor], side: str) -> str:
 
 
 MAGNITUDE, ONES = "lora_magnitude_vector", torch.ones(32)
+
+TOWER_NAMES = {
+    "llava": {
+        "model.vision_tower.encoder.layers.0.self_attn.q_proj": (
+            "base_model.model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
+            "model.vision_tower.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
+        ),
+        "model.vision_tower.encoder.layers.1.self_attn.out_proj": ("vision_tower.layers.1.self_attn.proj",),
+        "model.vision_tower.encoder.layers.1.mlp.fc2": ("vision_tower.vision_model.encoder.layers.1.mlp.fc2",),
+        "model.multi_modal_projector.linear_1": ("model.mm_projector.0", "base_model.model.mm_projector.0"),
+        "model.multi_modal_projector.linear_2": ("model.mm_projector.2",),
+    },
+    "internvl": {
+        "model.vision_tower.encoder.layer.1.attention.q_proj": ("vision_tower.encoder.layer.1.attention.q_proj",),
+        "model.vision_tower.encoder.layer.1.attention.projection_layer": (
+            "vision_model.encoder.layers.1.attn.proj",
+            "vision_model.encoder.layers.1.attn.attn.proj",
+        ),
+        "model.vision_tower.encoder.layer.0.mlp.fc1": ("base_model.model.vision_model.encoder.layers.0.mlp.fc1",),
+        "model.multi_modal_projector.linear_1": ("mlp1.1", "base_model.model.mlp1.1"),
+        "model.multi_modal_projector.linear_2": ("mlp1.3",),
+    },
+}
+
+
+@pytest.mark.parametrize("family", TOWER_NAMES)
+def test_every_spelling_of_a_towers_module_is_one(family: str) -> None:
+    layout = layout_of(family)
+    towers = {path for path in layout.paths.values() if is_tower(path)}
+    assert not any(map(is_tower, layout.other_linears)), "every linear of the tower and the projector can be adapted"
+    for path, others in TOWER_NAMES[family].items():
+        name = canonical_name(path)
+        assert name is not None and layout.paths[name] in towers and layout.expected(name) is not None
+        assert {canonical_name(other) for other in others} == {name}
+        assert canonical_name(name) == name and is_tower(name)
+    for other in (
+        "mlp1.0",
+        "mm_projector.1",
+        "multi_modal_projector.layer_norm",
+        "vision_model.embeddings.patch_embedding",
+    ):
+        assert is_tower(other) and canonical_name(other) is None
+
+
+def test_queries_keys_and_values_of_a_tower_come_apart_or_as_one(tmp_path: Path) -> None:
+    """InternVL's own code has one matrix of them, with one A; transformers' has three."""
+    layout = layout_of("internvl")
+    tiny_adapter(tiny_model("internvl"), tmp_path, target_modules=r".*vision_tower\..*(q_proj|k_proj|v_proj)")
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    apart = read_adapter(tmp_path, layout).modules
+    stem, fused = "base_model.model.model.vision_tower.encoder.layer.{}.attention.{}_proj.lora_{}.weight", {}
+    for layer in range(2):
+        a = tensors[stem.format(layer, "q", "A")]
+        b = [tensors[stem.format(layer, part, "B")] for part in "qkv"]
+        where = f"base_model.model.vision_model.encoder.layers.{layer}.attn.qkv.lora_{{}}.weight"
+        fused |= {where.format("A"): a, where.format("B"): torch.cat(b)}
+    save_file(fused, tmp_path / "adapter_model.safetensors")
+    joined = read_adapter(tmp_path, layout).modules
+    assert joined.keys() == apart.keys() and len(joined) == 6
+    for name, pair in joined.items():
+        assert torch.equal(pair.b, apart[name].b)
+        assert torch.equal(pair.a, apart[name.replace("k_proj", "q_proj").replace("v_proj", "q_proj")].a)
+
 
 REFUSALS: dict[str, tuple[Any, str]] = {
     "dora_without_magnitudes": (lambda d: rewrite(d, use_dora=True), "lora_magnitude_vector is missing"),

@@ -40,7 +40,7 @@ FAMILIES = {
     "qwen2_5_vl": ("Qwen2_5_VisionTransformer", {"intermediate_size": 60}),
     "qwen3_vl": ("Qwen3VLMoeVisionModel", {}),
 }
-NAMES: tuple[str | None, ...] = (None, "tower", "projector", "both", "all", "language")
+NAMES: tuple[str | None, ...] = (None, "tower", "projector", "both", "whole", "language")
 GRIDS = [(1, 4, 4), (1, 4, 8), (1, 8, 4), (2, 4, 4), (1, 4, 4), (4, 4, 8)]  # those with more than one frame are videos
 PIXELS = 3 * 2 * 4 * 4
 
@@ -239,7 +239,7 @@ def test_adapters_change_what_images_become(world: World) -> None:
 
 
 @pytest.mark.parametrize("what", ["image", "video"])
-@pytest.mark.parametrize("merged", [None, "tower", "projector", "both", "all", "language"])
+@pytest.mark.parametrize("merged", [None, "tower", "projector", "both", "whole", "language"])
 def test_one_image_and_one_each_in_one_call(world: World, merged: str | None, what: str) -> None:
     tower, _ = load_all(world)
     if merged is not None:
@@ -328,10 +328,10 @@ def test_a_device_without_room_refuses_and_serves_what_was_there(
 
 
 def test_digests_are_of_the_tower_alone(world: World) -> None:
-    names = ("tower", "projector", "both", "all")
+    names = ("tower", "projector", "both", "whole")
     digests = {world.weights(name).digest for name in names}  # type: ignore[union-attr]
     assert len(digests) == len(names)
-    assert world.weights("all").digest in digests, "read again, the same"  # type: ignore[union-attr]
+    assert world.weights("whole").digest in digests, "read again, the same"  # type: ignore[union-attr]
     assert world.weights("language") is None
 
 

@@ -35,6 +35,19 @@ class Model:
         return found if self.one_each else torch.cat(found)
 
 
+class Joined(Model):
+    """As LLaVA, InternVL and Mistral 3, which leave their words' embeddings to the language model."""
+
+    def __init__(self, one_each: bool) -> None:
+        super().__init__(one_each)
+        self.language_model = Model(one_each)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "get_input_embeddings":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
 def run(values: list[list[float]], model: Model) -> tuple[torch.Tensor, list[list[Any]], Any]:
     """Requests with an image a value through SGLang's embedding of a prefill."""
     cache = encoder_cache.install(1)
@@ -58,10 +71,11 @@ def run(values: list[list[float]], model: Model) -> tuple[torch.Tensor, list[lis
     return found, requests, cache
 
 
+@pytest.mark.parametrize("kind", [Model, Joined])
 @pytest.mark.parametrize("one_each", [False, True])
-def test_the_others_of_a_batch_are_encoded(one_each: bool) -> None:
+def test_the_others_of_a_batch_are_encoded(one_each: bool, kind: type[Model]) -> None:
     values = [[1.0], [-1.0], [2.0, -1.0, 3.0], [4.0]]
-    found, requests, cache = run(values, Model(one_each))
+    found, requests, cache = run(values, kind(one_each))
     wanted = [max(value, 0.0) for images in values for value in images]
     assert torch.equal(found, torch.tensor(wanted).repeat_interleave(TOKENS)[:, None].expand(-1, WIDTH))
     faults = [fault_of(SimpleNamespace(mm_items=items)) for items in requests]

@@ -342,7 +342,8 @@ class Reference:
     def __init__(self, name: str, directory: Path, adapters: dict[str, Path]) -> None:
         from peft import PeftModel
 
-        self.family, sees = FAMILIES[name], bool(FAMILIES[name].shown)
+        self.name, self.directory, self.family = name, directory, FAMILIES[name]
+        sees = bool(self.family.shown)
         has_processor = sees and self.family.inputs is not _tiled
         self.processor: Any = (t.AutoProcessor if has_processor else t.AutoTokenizer).from_pretrained(directory)
         if has_processor:  # torchvision resizes a little differently

@@ -28,20 +28,20 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "use_rslora": True,
         "rank_pattern": {r".*merger.*": 3},
     },
-    "all": {"target_modules": f"{BLOCKS}|{PROJECTORS}|{LANGUAGE}", "r": 8},
+    "whole": {"target_modules": f"{BLOCKS}|{PROJECTORS}|{LANGUAGE}", "r": 8},
     "language": {"target_modules": LANGUAGE, "r": 8},
 }
 TOKENS = 10
 
 
 def make_adapters(root: Path, model: Path) -> dict[str, Path]:
-    """One of every kind of ``ADAPTERS``, and ``twin``: the language part of ``all``, and another tower."""
+    """One of every kind of ``ADAPTERS``, and ``twin``: the language part of ``whole``, and another tower."""
     paths = {name: root / name for name in [*ADAPTERS, "twin"]}
-    for seed, (name, options) in enumerate([*ADAPTERS.items(), ("twin", ADAPTERS["all"])], start=1):
+    for seed, (name, options) in enumerate([*ADAPTERS.items(), ("twin", ADAPTERS["whole"])], start=1):
         base = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
         tiny_adapter(base, paths[name], seed=seed, strength=0.25, **options)
-    weights = {name: load_file(paths[name] / "adapter_model.safetensors") for name in ("all", "twin")}
-    mixed = {key: weights["twin" if "visual" in key else "all"][key] for key in weights["all"]}
+    weights = {name: load_file(paths[name] / "adapter_model.safetensors") for name in ("whole", "twin")}
+    mixed = {key: weights["twin" if "visual" in key else "whole"][key] for key in weights["whole"]}
     save_file(mixed, paths["twin"] / "adapter_model.safetensors", metadata={"format": "pt"})
     return paths
 

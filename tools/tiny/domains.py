@@ -207,17 +207,13 @@ ADAPTERS: dict[str, tuple[str, str | None]] = {
     **{name: (name, None) for name in DOMAINS if name != "faces"},  # the base tells faces by itself: 0.90 on the test
     "digits-late": ("digits", AFTER_IMAGE),
     "surfaces-late": ("surfaces", AFTER_IMAGE),
-    "photos-tower": ("photos", None),
 }
 """Every adapter's domain, and where it starts."""
 
-TOWERS = ("photos-tower",)
-"""Those with weights for the vision tower too; the others leave images as they are."""
+TOWERS: dict[str, tuple[str, str | None]] = {"photos-tower": ("photos", None)}
+"""Likewise, those with weights for the vision tower too; the others leave images as they are."""
 
-
-def members() -> dict[str, str]:
-    """The adapters that can be a routed adapter's, and their domains: from the first token on, images as they are."""
-    return {name: domain for name, (domain, start) in ADAPTERS.items() if start is None and name not in TOWERS}
+EVERY = {**ADAPTERS, **TOWERS}
 
 
 def prepare(directory: Path, names: Sequence[str] = tuple(DOMAINS)) -> None:

@@ -208,14 +208,12 @@ def train_adapter(
     Returns:
         accuracy on the test split of the base, of the adapter's decoded answer and of each head; sizes of the splits.
     """
-    (domain, activate), tower = domains.ADAPTERS[name], name in domains.TOWERS
+    (domain, activate), tower = domains.EVERY[name], name in domains.TOWERS
     model, processor = _load(model_directory, device)
     splits = {s: trainer.Prepared(model, processor, read_jsonl(data / domain / f"{s}.jsonl"), tower) for s in SPLITS}
     train, validation, test = splits.values()
     before = float(np.mean(trainer.exact_match(model, processor, test)))
-    settings = trainer.LoraSettings(
-        rank=RANK, alpha=2 * RANK, activate=activate, seed=seed, steps=steps, tower=tower
-    )
+    settings = trainer.LoraSettings(rank=RANK, alpha=2 * RANK, activate=activate, seed=seed, steps=steps, tower=tower)
     heads = [build_head(one, model.config.text_config.hidden_size) for one in domains.HEADS[domain]]
     adapter = trainer.train_lora(model, processor, train, settings, f"adapter {name}", heads)
     adapter.peft_config["default"].base_model_name_or_path = "vlora_sgl/models/tiny/model"
@@ -249,7 +247,7 @@ def train_routed(
     Returns:
         what ``generate.token_router.make_routed`` reports, on the test splits; the routed adapter is in ``out``.
     """
-    members = domains.members()
+    members = {name: domain for name, (domain, invocation) in domains.ADAPTERS.items() if invocation is None}
     paths = {name: adapters / name for name in members}
     train, test = (
         {domain: read_jsonl(data / domain / f"{split}.jsonl") for domain in members.values()}
@@ -262,7 +260,7 @@ def train_routed(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES, help="base: measures the model")
-    parser.add_argument("--adapters", nargs="*", choices=tuple(domains.ADAPTERS), default=tuple(domains.ADAPTERS))
+    parser.add_argument("--adapters", nargs="*", choices=tuple(domains.EVERY), default=tuple(domains.ADAPTERS))
     parser.add_argument("--out", type=Path, default=tiny.path().parent, help="where models and train_log.json go")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default, what in (

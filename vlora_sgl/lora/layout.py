@@ -34,12 +34,20 @@ _TOWER = re.compile(
 # The towers whose adapters can be served. Of a Qwen model its blocks, its projector, and projectors of inner layers.
 _QWEN_TOWER = re.compile(r"(?:^|\.)(visual\.(?:blocks|merger|deepstack_merger_list)\..+)$")
 _TOWER_LAYER = re.compile(r"(?:^|\.)vision_(?:tower|model)\.(?:vision_\w+\.)*(?:encoder\.)?layers?\.(\d+)\.(.+)$")
-_PROJECTOR = re.compile(r"(?:^|\.)(?:multi_modal_projector\.linear_|mm_projector\.|mlp1\.|projector\.linear_)(\d)$")
 # What is called a layer's attention in transformers' CLIP and InternViT, in InternVL's own code and in SGLang.
 _ATTENTION = re.compile(r"^(?:self_attn|attention|attn)\.(?:attn\.)?(.+)$")
 _ATTENTION_LEAVES = {"qkv": "qkv_proj", "proj": "out_proj", "projection_layer": "out_proj"}
-# Of the two linears: LLaVA's first layout counts the activation between them, InternVL's the norm before them too.
-_PROJECTORS = {("mm_projector", "0"): 1, ("mm_projector", "2"): 2, ("mlp1", "1"): 1, ("mlp1", "3"): 2}
+# The two linears behind it. LLaVA's first layout counts the activation between them, InternVL's the norm before too.
+_PROJECTORS = {
+    f"{owner}.{leaf}": f"projector.linear_{number}"
+    for owner, leaves in {
+        "projector": ("linear_1", "linear_2"),
+        "multi_modal_projector": ("linear_1", "linear_2"),
+        "mm_projector": ("0", "2"),
+        "mlp1": ("1", "3"),
+    }.items()
+    for number, leaf in enumerate(leaves, start=1)
+}
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -83,10 +91,7 @@ def _tower_name(path: str) -> str | None:
         if attention := _ATTENTION.match(found[2]):
             return f"vision_tower.layers.{found[1]}.self_attn.{_ATTENTION_LEAVES.get(attention[1], attention[1])}"
         return f"vision_tower.layers.{found[1]}.{found[2]}"
-    if found := _PROJECTOR.search(path):
-        number = _PROJECTORS.get((path.rpartition(".")[0].rpartition(".")[2], found[1]), found[1])
-        return f"projector.linear_{number}" if str(number) in "12" else None
-    return None
+    return _PROJECTORS.get(".".join(path.split(".")[-2:]))
 
 
 def layer_of(name: str) -> int | None:

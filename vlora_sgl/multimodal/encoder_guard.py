@@ -54,7 +54,8 @@ class Guarded:
         except Exception as error:
             item.vlora_fault = error
             model: Any = self.__self__
-            words = model.get_input_embeddings().weight
+            owner = model if hasattr(model, "get_input_embeddings") else model.language_model
+            words = owner.get_input_embeddings().weight
             # Models with deepstack give the embeddings of several layers beside each other.
             layers = 1 + len(getattr(model, "deepstack_visual_indexes", ()))
             return words.new_zeros(tokens, words.shape[1] * layers)
