@@ -99,6 +99,8 @@ def test_kernel(shape: str, routing: str, split: int, dtype: Any) -> None:
         dtype is torch.float16
     ):
         pytest.skip("every shape, routing and tile with one dtype under the interpreter, for time")
+    if not CUDA and (list(SHAPES).index(shape) // 2 + list(ROUTINGS).index(routing) // 2) % 2 != (split == 1):
+        pytest.skip("every shape and routing with one tile, for time")
     run_case(shape, routing, dtype, split if split == 1 else 4)
 
 

@@ -170,6 +170,8 @@ def test_kernel(shape: str, routing: str, family: str, split: int, dtype: Any) -
         pytest.skip("each dtype with one split under the interpreter, for time")
     if not CUDA and (list(SHAPES).index(shape) + list(ROUTINGS).index(routing)) % 2 != (split == 3):
         pytest.skip("every shape with half of the routings in either dtype, for time")
+    if not CUDA and (list(SHAPES).index(shape) + list(ROUTINGS).index(routing) // 2) % 2 != (family == "dense"):
+        pytest.skip("either family with half of the routings of every shape, for time")
     run_case(shape, routing, dtype, family == "dense", tiles(split))
 
 
@@ -201,7 +203,7 @@ def test_kernel_on_slots_of_unequal_sizes(shape: str, plan: str) -> None:
 
 @starter
 def test_kernels_interpreted() -> None:
-    assert passed_interpreted(__file__) > 50
+    assert passed_interpreted(__file__) > 30
 
 
 @pytest.mark.gpu
