@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from vlora_sgl.generate.images import RememberedImages
 from vlora_sgl.generate.invocation import AFTER_IMAGE, activate_after_image
 from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import read_description, save_heads
-from vlora_sgl.lora.layout import canonical_name, is_tower
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 IGNORE = -100
 TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "internvl")
 """Kinds of models whose towers' adapters are served."""
+_TOWER = re.compile(r"(^|\.)(visual|vision_tower|multi_modal_projector)\.")
+"""Where they have them, projectors included."""
 _FRESH_HEAD_RATE = 5  # times the adapter's learning rate, for heads that start from random weights
 
 
@@ -437,7 +439,7 @@ def exact_match(
 
 def prepared(model: Model, processor: ProcessorMixin, examples: Sequence[Example] | Prepared) -> Prepared:
     """Examples with what the vision tower makes of their images, where no adapter changes that."""
-    tower = any("lora_" in name and is_tower(name) for name, _ in model.named_parameters())
+    tower = any("lora_" in name and _TOWER.search(name) for name, _ in model.named_parameters())
     data = examples if isinstance(examples, Prepared) else Prepared(base_of(model), processor, examples, tower)
     _check_pixels(data, tower)
     return data
@@ -457,7 +459,7 @@ def tower_linears(model: PreTrainedModel) -> list[str]:
     if model.config.model_type not in TOWERS:
         raise ConfigError(f"adapters of the vision tower of {type(model).__name__} are not served")
     linears = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    return [path for path in linears if is_tower(path) and canonical_name(path) is not None]
+    return [path for path in linears if _TOWER.search(path)]
 
 
 def base_of(model: Model) -> PreTrainedModel:

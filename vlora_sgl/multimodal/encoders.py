@@ -41,17 +41,21 @@ class Encoder:
 
 def encoder_of(model: Any) -> Encoder | None:
     """The encoder of a model of SGLang's, or ``None`` if it is none that is known."""
-    encoder = getattr(model, "visual", None)
+    encoder: Any = getattr(model, "visual", None)
     if _sgl.is_a(encoder, *QWEN):
         unit = int(encoder.spatial_merge_size) ** 2
         return Encoder(encoder, lambda item, kind: [(n, n // unit) for n in _patches(item, kind)], unit)
     encoder = getattr(model, "vision_model", None)
     if _sgl.is_a(encoder, INTERN) and hasattr(model, "mlp1"):
         tile = int(encoder.embeddings.num_positions), int(model.num_image_token)
-        return Encoder(encoder, lambda item, _: [tile] * len(item.feature) if item.feature.ndim == 4 else [])
+        return Encoder(encoder, lambda item, _: [tile] * _tiles(item.feature))
     if hasattr(model, "rows_of"):  # a model of ours
         return Encoder(model.vision_tower, lambda item, _: model.rows_of(item))
     return None
+
+
+def _tiles(feature: Any) -> int:
+    return len(feature) if feature.ndim == 4 else 0
 
 
 def _patches(item: MultimodalDataItem, kind: str) -> list[int]:

@@ -116,7 +116,8 @@ class Llava(_sgl.LlavaForConditionalGeneration):
 
     def rows_of(self, item: MultimodalDataItem) -> list[tuple[int, int]]:
         """Of each image of an item: states of the tower, and those that the projector is given."""
-        count, _, height, width = item.feature.shape
+        pixels: Any = item.feature
+        count, _, height, width = pixels.shape
         size = self.config.vision_config.patch_size
         states = 1 + (height // size) * (width // size)
         return [(states, states - self._first)] * count
