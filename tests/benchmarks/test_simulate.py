@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.serving.policies import POLICIES, compared_policy
-from benchmarks.serving.policy_grid import cells, column, deadlines, starvation, worst_vs_best_other, worst_vs_sglang
+from benchmarks.serving.policy_grid import (
+    MEANS,
+    TAILS,
+    cells,
+    column,
+    deadlines,
+    over_best,
+    starvation,
+    worst_vs_best_other,
+    worst_vs_sglang,
+)
 from benchmarks.serving.simulate import (
     Arrival,
     Machine,
@@ -64,6 +75,27 @@ def test_cost_is_at_the_best_and_far_below_stock(skew: float, share: float) -> N
     latency = {s: run(load, 60.0).token_latency for s, run in runners(TABLES, machine, LIMITS).items()}
     assert latency["cost"] <= 1.02 * min(latency.values())
     assert latency["cost"] <= 0.65 * latency["sglang"]
+
+
+@pytest.mark.parametrize(("skew", "share"), [(0.3, 0.6), (0.6, 0.9)])
+def test_the_default_loses_to_no_policy_in_first_tokens_nor_in_later_ones(skew: float, share: float) -> None:
+    ours = {"atmm": shipped("h200-7b")["atmm"]}
+    rows = column(ours, Machine(), LIMITS, Workload(skew=skew), [share], 6.0, seeds=(0, 1))
+    assert over_best(rows, MEANS)[0] <= 1.02
+    assert over_best(rows, TAILS)[0] <= 1.10
+
+
+def test_adapters_that_come_beside_the_steps_cost_next_to_nothing() -> None:
+    """64 adapters over 16 slots, against slots for all and against batches that wait for their adapters."""
+    costs = replace(shipped("h200-7b")["atmm"], load_disk=0.0)
+    load = Workload(adapters=64, rate=10.0, prompt=256, output=100)
+    few, waiting, all_of_them = (
+        simulate(make_policy("cost", costs), costs, Machine(slots=slots, fetch_ahead=depth), load, 20.0)
+        for slots, depth in ((16, 4), (16, 0), (64, 4))
+    )
+    assert few.loads > all_of_them.loads and waiting.load_stall_seconds > 10 * few.load_stall_seconds
+    assert few.ttft < waiting.ttft and few.tokens / few.span > 0.95 * all_of_them.tokens / all_of_them.span
+    assert few.ttft_p99 <= 1.3 * all_of_them.ttft_p99
 
 
 def test_the_coldest_adapter_is_served_within_the_bound_beside_a_saturating_one() -> None:
