@@ -492,13 +492,14 @@ def grouped_shrink_kernel(
     C: tl.constexpr,
     RP: tl.constexpr,
     PAIRS: tl.constexpr,
+    SHARE: tl.constexpr,
     SPLIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h[p, row] = gate * x[row] A^T for the p-th slot of each row tile. Grid (columns x splits, tiles).
+    """h[p, row] = gate * x[row // SHARE] A^T for the p-th slot of each row tile. Grid (columns x splits, tiles).
 
     The columns are those of all pairs, one pair's after the other's, so that a wide tile reads x once for two slots.
     """
@@ -531,7 +532,7 @@ def grouped_shrink_kernel(
     last = tl.minimum(first + SPAN, STEPS)
     if tl.max(col_live.to(tl.int32), 0) == 0:
         last = first  # only padding here: no bytes to read
-    x_ptrs = x + rows * stride_x
+    x_ptrs = x + (rows // SHARE) * stride_x
     a_ptrs = a + places.to(tl.int64) * a_slot + ((cols % H // RP) * ranks + within).to(tl.int64) * K
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(first, last):

@@ -188,10 +188,9 @@ def check_inputs(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Rou
     parts, (places, n, r) = len(offsets) - 1, b.shape
     if not 1 <= parts <= MAX_PARTS:
         raise ValueError(f"1 to {MAX_PARTS} stacked projections are supported, got {parts}")
-    if x.shape != (routing.rows, a.shape[2]):
-        raise ValueError(
-            f"x must be [{routing.rows}, {a.shape[2]}] (rows of the routing, K of a), got {tuple(x.shape)}"
-        )
+    rows = routing.rows // routing.share
+    if x.shape != (rows, a.shape[2]):
+        raise ValueError(f"x must be [{rows}, {a.shape[2]}] (rows of the routing, K of a), got {tuple(x.shape)}")
     if a.shape[:2] != (places, parts * r) or max(routing.places, default=0) >= places:
         wanted = max(routing.places, default=0) + 1
         raise ValueError(f"a must be [>= {wanted}, {parts} * {r}, K], got {tuple(a.shape)}, b {tuple(b.shape)}")
@@ -338,8 +337,8 @@ def _grouped_shrink(
         x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles,
         _partials(x, tiles * h_tiles, tile, block_m), arrivals(x.device, "shrink"),
         routing.rows, x.stride(0), a.stride(0), h.stride(0),
-        K=x.shape[1], C=parts, RP=rp, PAIRS=pairs, SPLIT=tile.split_k, BM=block_m, BN=tile.block_n, BK=tile.block_k,
-        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **early(pdl),
+        K=x.shape[1], C=parts, RP=rp, PAIRS=pairs, SHARE=routing.share, SPLIT=tile.split_k, BM=block_m,
+        BN=tile.block_n, BK=tile.block_k, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **early(pdl),
     )  # fmt: skip
     return h
 

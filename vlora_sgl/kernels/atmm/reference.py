@@ -103,12 +103,19 @@ def atmm_torch(
         rows = slice(None) if len(numbers) == routing.rows else torch.from_numpy(numbers).to(y.device, torch.int64)
         word = mark(pairs, routing.vectored)
         if not word or vectors is None:
-            _add_pairs(y, rows, x[rows], a, b, routing, pairs, offsets)
+            _add_pairs(y, rows, _inputs(x, rows, routing), a, b, routing, pairs, offsets)
             continue
         part = _to_product(y[rows, : offsets[-1]].to(torch.promote_types(y.dtype, torch.float32)), vectors, word)
-        _add_pairs(part, slice(None), x[rows], a, b, routing, pairs, offsets)
+        _add_pairs(part, slice(None), _inputs(x, rows, routing), a, b, routing, pairs, offsets)
         y[rows, : offsets[-1]] = _to_output(part, vectors, word).to(y.dtype)
     return y
+
+
+def _inputs(x: torch.Tensor, rows: torch.Tensor | slice, routing: Routing) -> torch.Tensor:
+    """The rows of x that belong to rows of y."""
+    if routing.share == 1:
+        return x[rows]
+    return x.repeat_interleave(routing.share, 0) if isinstance(rows, slice) else x[rows // routing.share]
 
 
 def _add_pairs(

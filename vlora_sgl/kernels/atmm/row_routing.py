@@ -42,6 +42,20 @@ class Vectors(NamedTuple):
     bias: torch.Tensor | None = None
 
 
+class RowTuples(NamedTuple):
+    """The slots that rows apply, for rows that are to be gathered on the device (``experts``).
+
+    Attributes:
+        rows: [M] int32, which tuple of slots each row applies, 0 for none.
+        words: [U, P] int32, the slot words of every tuple, 0 past its last; tuple 0 has none.
+        gates: [U, P] float32, weight x scaling.
+    """
+
+    rows: torch.Tensor
+    words: torch.Tensor
+    gates: torch.Tensor
+
+
 @dataclass(slots=True)
 class Routing:
     """The routing of one batch on its device.
@@ -63,6 +77,8 @@ class Routing:
         touched: rows that apply any slot; ``None`` in a captured graph, which must serve any number.
         vectored: slots whose adapters have vectors (``Vectors``).
         marks: [M] int32, which slots' vectors each row applies and takes out (``mark``); ``None`` where none can.
+        share: rows of the output for each row of the input: a token's choices of experts.
+        tuples: the slots that each row applies, where layers gather rows anew.
     """
 
     rows: int
@@ -80,6 +96,8 @@ class Routing:
     touched: int | None = None
     vectored: Collection[int] = ()
     marks: torch.Tensor | None = None
+    share: int = 1
+    tuples: RowTuples | None = None
 
     @property
     def active_most(self) -> int:
@@ -206,6 +224,22 @@ def grouped_tables(
     return tile_rows, tile_slots, tile_gates
 
 
+def tuple_tables(
+    groups: Sequence[Group], rows: int, ranks: Sequence[int], scalings: Sequence[float], places: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``RowTuples`` of these groups, as arrays."""
+    named = [(numbers, pairs) for numbers, pairs in groups if pairs and len(numbers)]
+    width = max([1, *(len(pairs) for _, pairs in named)])
+    of_rows = np.zeros(rows, dtype=np.int32)
+    words = np.zeros((len(named) + 1, width), dtype=np.int32)
+    gates = np.zeros((len(named) + 1, width), dtype=np.float32)
+    for u, (numbers, pairs) in enumerate(named, start=1):
+        of_rows[numbers] = u
+        for p, (slot, weight) in enumerate(pairs):
+            words[u, p], gates[u, p] = slot_word(places[slot], ranks[slot]), weight * scalings[slot]
+    return of_rows, words, gates
+
+
 def make_routing(
     groups: Sequence[Group],
     rows: int,
@@ -217,6 +251,7 @@ def make_routing(
     block: int | None = None,
     dense: bool | None = None,
     vectored: Collection[int] = (),
+    tuples: bool = False,
 ) -> Routing:
     """Routing of one batch in fresh tensors.
 
@@ -230,6 +265,7 @@ def make_routing(
         block: rows per tile of the grouped kernels; by default what the groups' mean size asks for.
         dense: build the dense tables, or the grouped ones; by default what the rows and the slots in use ask for.
         vectored: slots whose adapters have vectors.
+        tuples: whether layers gather rows anew on the device.
 
     Raises:
         ValueError: as ``check_groups``.
@@ -251,6 +287,8 @@ def make_routing(
         tile_rows, tile_slots, tile_gates = grouped_tables(groups, ranks, scalings, places, block)
         routing.tile_rows, routing.tile_slots, routing.tile_gates = put(tile_rows), put(tile_slots), put(tile_gates)
         routing.n_tiles = put(np.asarray([len(tile_rows)], dtype=np.int32))
+    if tuples:
+        routing.tuples = RowTuples(*map(put, tuple_tables(groups, rows, ranks, scalings, places)))
     routing.touched = sum(len(rows) for rows, pairs in groups if pairs)
     marks = [mark(pairs, vectored) for _, pairs in groups]
     if any(marks):

@@ -1,0 +1,174 @@
+"""The operator on experts: a token's choices gathered on the device, against the float64 row loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.kernels.test_atmm import check, tiles
+from tests.support.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
+from vlora_sgl.kernels.atmm import Group, Pairs, atmm, atmm_reference, atmm_torch, make_routing
+from vlora_sgl.kernels.atmm.experts import CHUNK, device_experts, expert_tiles_kernel, host_experts
+from vlora_sgl.kernels.devices import HOPPER_SHARED
+
+EXPERTS, R, K = 5, 16, 48
+RANKS, SCALINGS = [16, 0, 5, 8], [0.5, 0.0, 2.0, 1.0]
+PARTS: dict[str, tuple[int, ...]] = {"down": (0, 40), "gate-up": (0, 24, 48)}
+# tokens, choices of each, (tokens, pairs)
+BATCHES: dict[str, tuple[int, int, list[tuple[Any, Pairs]]]] = {
+    "one-token": (1, 2, [([0], ((0, 1.0),))]),
+    "base-rows-between": (23, 2, [(range(1, 20, 3), ((0, 1.0),)), ([0, 5, 22], ((3, 1.0),))]),
+    "two-slots-a-row": (40, 3, [(range(0, 40, 2), ((0, 1.0), (2, -1.0))), (range(1, 39, 2), ((2, -1.0),))]),
+    "one-choice": (9, 1, [(range(9), ((2, 0.5),))]),
+    "base-only": (3, 2, []),
+    "many": (700, 1, [(range(0, 700, 7), ((3, 1.0),)), (range(1, 700, 7), ((0, 1.0), (3, -1.0)))]),
+}
+CHOICES = ("spread", "all-of-one", "some-of-none")
+
+
+def make_case(parts: str, batch: str, choices: str) -> Any:
+    """Poisoned slots of experts, a batch's groups, its choices and their weights."""
+    offsets, (tokens, top_k, named) = PARTS[parts], BATCHES[batch]
+    torch.manual_seed(len(batch) + len(choices))
+    c, slots = len(offsets) - 1, len(RANKS)
+    a, b = torch.full((slots, EXPERTS, c * R, K), torch.nan), torch.full((slots, EXPERTS, offsets[-1], R), torch.nan)
+    for slot, rank in enumerate(RANKS):
+        a[slot, :, : c * rank] = torch.randn(EXPERTS, c * rank, K) * K**-0.5
+        b[slot, :, :, :rank] = torch.randn(EXPERTS, offsets[-1], rank)
+    groups: list[Group] = [(np.array(list(rows), dtype=np.int32), pairs) for rows, pairs in named]
+    rest = sorted(set(range(tokens)) - {t for rows, _ in groups for t in rows.tolist()})
+    groups.append((np.array(rest, dtype=np.int32), ()))
+    ids = torch.stack([torch.randperm(EXPERTS)[:top_k] for _ in range(tokens)]).int()
+    if choices == "all-of-one":
+        ids[:, 0] = 3
+    elif choices == "some-of-none":
+        ids[torch.rand(ids.shape) < 0.4] = -1
+    return offsets, a, b, groups, ids, torch.rand(tokens, top_k)
+
+
+def exact_of(y: Any, x: Any, a: Any, b: Any, groups: Any, ids: Any, offsets: Any, gates: Any) -> torch.Tensor:
+    """Row by row: each choice applies its token's pairs, of the expert that it is."""
+    top_k, virtual = ids.shape[1], []
+    for tokens, pairs in groups:
+        for row in (tokens[:, None] * top_k + np.arange(top_k)).reshape(-1).tolist():
+            expert = int(ids.reshape(-1)[row])
+            weight = float(gates[row])
+            own = tuple((slot * EXPERTS + expert, w * weight) for slot, w in pairs) if expert >= 0 else ()
+            virtual.append((np.array([row], dtype=np.int32), own))
+    ranks, scalings = np.repeat(RANKS, EXPERTS).tolist(), np.repeat(SCALINGS, EXPERTS).tolist()
+    return atmm_reference(y, x, a.flatten(0, 1), b.flatten(0, 1), virtual, ranks, scalings, offsets)
+
+
+CASES = [
+    (list(PARTS)[i % 2], batch, CHOICES[(i + j) % 3], [torch.float32, torch.float16][j % 2], 1 + j % 2)
+    for i, batch in enumerate(BATCHES)
+    for j in range(2)
+]
+
+
+@kernels
+@pytest.mark.parametrize("parts, batch, choices, dtype, split", CASES)
+def test_kernel_applies_experts(parts: str, batch: str, choices: str, dtype: torch.dtype, split: int) -> None:
+    """Tokens as inputs, and choices with their weights in the gates."""
+    offsets, a, b, groups, ids, weights = make_case(parts, batch, choices)
+    a, b, rows = a.to(dtype), b.to(dtype), ids.numel()
+    routing = make_routing(groups, len(ids), RANKS, SCALINGS, DEVICE, dense=None, tuples=True)
+    both = device_experts(routing, ids.to(DEVICE), weights.to(DEVICE), EXPERTS, block=16)
+    for routed, count, gates in zip(both, (len(ids), rows), (torch.ones(rows), weights.reshape(-1)), strict=True):
+        x, y = torch.randn(count, K).to(dtype), torch.randn(rows, offsets[-1]).to(dtype)
+        wide = x.repeat_interleave(rows // count, 0)
+        exact = exact_of(y, wide, a, b, groups, ids, offsets, gates)
+        own = exact_of(y, wide, a, b, groups, ids, offsets, gates).to(dtype).to(DEVICE)
+        changed = (exact - y.double()).abs().amax(1) > 1e-3
+        assert bool(changed.any()) == (batch != "base-only" and bool((ids >= 0).any()))
+        out, before = y.to(DEVICE), y.to(DEVICE).clone()
+        atmm(out, x.to(DEVICE), a.flatten(0, 1).to(DEVICE), b.flatten(0, 1).to(DEVICE), routed, offsets, tiles(split))
+        check(out, exact.to(DEVICE), own)
+        assert torch.equal(out[~changed.to(DEVICE)], before[~changed.to(DEVICE)])
+
+
+@kernels
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_kernel_gathers_rows_of_the_same_slots_and_expert(batch: str, block: int) -> None:
+    """Each row that applies anything lies in one tile, and no tile in two."""
+    _, _, _, groups, ids, weights = make_case("down", batch, "some-of-none")
+    routing = make_routing(groups, len(ids), RANKS, SCALINGS, DEVICE, tuples=True)
+    routed, _ = device_experts(routing, ids.to(DEVICE), weights.to(DEVICE), EXPERTS, block)
+    assert routed.tile_rows is not None and routed.tile_slots is not None and routed.n_tiles is not None
+    used = int(routed.n_tiles)
+    wanted: dict[tuple[Any, ...], set[int]] = {}
+    for tokens, pairs in groups:
+        for row in (tokens[:, None] * ids.shape[1] + np.arange(ids.shape[1])).reshape(-1).tolist():
+            expert = int(ids.reshape(-1)[row])
+            if pairs and expert >= 0:
+                words = tuple(slot * EXPERTS + expert | RANKS[slot] << 16 for slot, _ in pairs)
+                wanted.setdefault(words, set()).add(row)
+    assert used == sum(-(-len(rows) // block) for rows in wanted.values()) <= len(routed.tile_rows)
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for rows, words in zip(routed.tile_rows[:used].tolist(), routed.tile_slots[:used].tolist(), strict=True):
+        inside = [row for row in rows if row >= 0]
+        assert inside == rows[: len(inside)] == sorted(inside), "what is past the rows is past the tile's end"
+        found.setdefault(tuple(word for word in words if word), []).extend(inside)
+    assert {words: sorted(rows) for words, rows in found.items()} == {w: sorted(r) for w, r in wanted.items()}
+
+
+@starter
+def test_experts_under_the_interpreter() -> None:
+    assert passed_interpreted(__file__) == len(CASES) + 2 * len(BATCHES)
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_same_with_torch(parts: str, batch: str, choices: str) -> None:
+    offsets, a, b, groups, ids, _ = make_case(parts, batch, choices)
+    routing, rows = make_routing(groups, len(ids), RANKS, SCALINGS, "cpu"), ids.numel()
+    for share in (ids.shape[1], 1):
+        routed = host_experts(routing, ids, EXPERTS, share)
+        x, y = torch.randn(rows // share, K), torch.randn(rows, offsets[-1])
+        exact = exact_of(y, x.repeat_interleave(share, 0), a, b, groups, ids, offsets, torch.ones(rows))
+        out = atmm_torch(y.clone(), x, a.flatten(0, 1), b.flatten(0, 1), routed, offsets)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("tuples, pairs, block", [(2, 1, 16), (32, 2, 64)])
+def test_tiles_compile_for_a_hopper(tuples: int, pairs: int, block: int) -> None:
+    """Without one: the interpreter lets variables change their types."""
+    kernel: Any = expert_tiles_kernel
+    constants = {"EXPERTS": 128, "TOP_K": 8, "PAIRS": pairs, "TUPLES": tuples, "BLOCK": block, "CHUNK": CHUNK}
+    floats, signature = ("gates_in", "gates_out", "weights", "gates"), {}
+    for name in kernel.arg_names:
+        signature[name] = "constexpr" if name in constants else "*fp32" if name in floats else "*i32"
+    signature["n"] = "i32"
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): v for name, v in constants.items()})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert compiled.metadata.shared <= HOPPER_SHARED
+
+
+@pytest.mark.skipif(not CUDA, reason="waits are a GPU's")
+def test_no_wait_for_the_host() -> None:
+    """A captured graph serves the next batch's choices."""
+    offsets, a, b, groups, ids, weights = make_case("down", "many", "spread")
+    routing = make_routing(groups, len(ids), RANKS, SCALINGS, DEVICE, tuples=True)
+    ids, weights, a, b = ids.cuda(), weights.cuda(), a.flatten(0, 1).cuda(), b.flatten(0, 1).cuda()
+    x, y = torch.randn(len(ids), K).cuda(), torch.randn(ids.numel(), offsets[-1]).cuda()
+
+    def step() -> torch.Tensor:
+        return atmm(y.clone(), x, a, b, device_experts(routing, ids, weights, EXPERTS)[0], offsets)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        ids.copy_((ids + 1) % EXPERTS)
+        graph.replay()
+        assert torch.equal(captured, step())
