@@ -43,7 +43,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     served, reference = save(name, root)
     for seed, adapter in enumerate("AB", start=1):
         adapters[adapter] = root / adapter
-        options = {"target_modules": "all-linear", "exclude_modules": NOT_TOWERS}
+        options = {"target_modules": "all-linear", "exclude_modules": NOT_TOWERS, **FAMILIES[name].adapts}
         tiny_adapter(load(name, reference), root / adapter, seed=seed, strength=0.2, **options)
     flags = ["--max-loras-per-batch", "4", "--admin-api-key", "secret"]
     with serve(TinyModel(served, adapters), root / "log.txt", *flags) as server:

@@ -9,7 +9,7 @@ import torch
 
 from vlora_sgl.core import row_pairs
 from vlora_sgl.errors import ConfigError, UnknownAdapterError
-from vlora_sgl.kernels.atmm import atmm_reference
+from vlora_sgl.kernels.atmm import atmm_reference, make_routing
 from vlora_sgl.kernels.atmm.row_routing import groups_of
 from vlora_sgl.lora.invocation import split_batch
 from vlora_sgl.lora.row_routing import RowRouting
@@ -281,11 +281,31 @@ def test_a_pool_of_many_slots_has_tables_for_few_in_use_and_for_many() -> None:
     assert tables.refresh([((), 8)], ranks, scalings, True).gates is None, "as a graph of many is captured"
 
 
-def test_what_it_does_not_serve_is_refused_by_name(backend: Any) -> None:
-    from vlora_sgl.errors import ConfigError
+def test_a_graph_sees_which_slots_every_row_applies() -> None:
+    """For layers that gather rows anew; rows past the batch apply none."""
+    from vlora_sgl.lora.backend import GraphTables
 
-    with pytest.raises(ConfigError, match="csgmv"):
-        backend.is_moe_lora = True
+    ranks, scalings = [16, 8, 4, 0], [1.0, 0.5, 2.0, 0.0]
+    tables = GraphTables(8, range(4), torch.device("cpu"), both=True, tuples=True)
+    merged = ((2, -1.0),)
+    for runs in (
+        [(((0, 1.0), *merged), 2), ((), 1), (merged, 3)],
+        [(((1, 1.0),), 1)],
+        [((), 8)],
+        [(((0, 1.0),), 4), (((1, 1.0),), 3), (((2, 1.0),), 1)],
+    ):
+        rows = sum(count for _, count in runs)
+        view = tables.refresh(runs, ranks, scalings).tuples
+        fresh = make_routing(*groups_of(runs), ranks, scalings, "cpu", tuples=True).tuples
+        assert view is not None and fresh is not None
+        for table in ("words", "gates"):
+            held, wanted = getattr(view, table), getattr(fresh, table)
+            padded = torch.zeros_like(held)
+            padded[: wanted.shape[0], : wanted.shape[1]] = wanted
+            assert torch.equal(held, padded)
+        assert torch.equal(view.rows[:rows], fresh.rows) and not view.rows[rows:].any()
+        assert view.words[0].eq(0).all()
+    assert not tables.holds(4, 3, 3, 3) and tables.holds(4, 3, 2, 5), "of more slots a row than it has room for"
 
 
 def test_a_refresh_reuses_its_buffers_and_costs_the_host_little() -> None:

@@ -35,8 +35,12 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 Config = dict[str, Any]
@@ -90,6 +94,21 @@ def _qwen3_vl(text: Config, tokens: Config, more: Config) -> nn.Module:
         **tokens,
     )
     return Qwen3VLForConditionalGeneration(config)
+
+
+EXPERTS: Config = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+
+
+def _qwen3_vl_moe(text: Config, tokens: Config, more: Config) -> nn.Module:
+    vision = {**_QWEN2_VISION, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
+    text = {**EXPERTS, **text, "head_dim": 8, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+    config = Qwen3VLMoeConfig(
+        text_config=text,
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0], **more},
+        tie_word_embeddings=False,
+        **tokens,
+    )
+    return Qwen3VLMoeForConditionalGeneration(config)
 
 
 def _llava(text: Config, tokens: Config, more: Config) -> nn.Module:
@@ -147,6 +166,7 @@ _BUILDERS: dict[str, Callable[[Config, Config, Config], nn.Module]] = {
     "llama": lambda text, *_: LlamaForCausalLM(LlamaConfig(**text)),
     "qwen2": lambda text, *_: Qwen2ForCausalLM(Qwen2Config(**text)),
     "qwen3": lambda text, *_: Qwen3ForCausalLM(Qwen3Config(**text, head_dim=16)),
+    "qwen3_moe": lambda text, *_: Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**EXPERTS, **text}, head_dim=16)),
     "mistral": lambda text, *_: MistralForCausalLM(MistralConfig(**text, sliding_window=None)),
     "phi3": lambda text, *_: Phi3ForCausalLM(Phi3Config(**{**text, "pad_token_id": 0})),
     "llava": _llava,
@@ -156,6 +176,7 @@ _BUILDERS: dict[str, Callable[[Config, Config, Config], nn.Module]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen25_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
 }
 FAMILIES = tuple(_BUILDERS)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Family:
         more_tokens: special tokens that it has besides.
         served: writes the checkpoint that is served, if that is in another layout than transformers'.
         blind: what a CPU's server says of its images, if it refuses them.
+        adapts: what its adapters' configuration says besides ``all-linear``.
     """
 
     base: str
@@ -52,6 +53,7 @@ class Family:
     more_tokens: dict[str, str] | None = None
     served: Callable[[nn.Module, Any, Path], None] | None = None
     blind: str = ""
+    adapts: dict[str, Any] = field(default_factory=dict)
 
 
 def save(name: str, root: Path, **text: Any) -> tuple[Path, Path]:
@@ -86,7 +88,8 @@ def _random(family: Family, tokenizer: Any, changes: dict[str, Any]) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:  # larger than usual, so that greedy answers are no near-ties
                 vocabulary_std = 0.05 if tied else 1.0  # else every token's own logit would be the largest
-                std = vocabulary_std if "embed_tokens" in name else 0.6 / parameter[0].numel() ** 0.5
+                own = parameter[0, 0] if "experts" in name else parameter[0]
+                std = vocabulary_std if "embed_tokens" in name else 0.6 / own.numel() ** 0.5
                 parameter.normal_(0.0, std)
     model.generation_config.eos_token_id = None
     return model
@@ -259,6 +262,17 @@ def _save_published_gemma(model: Any, processor: Any, directory: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
+def _save_published_experts(model: Any, processor: Any, directory: Path) -> None:
+    """Inputs before outputs, as in Qwen's files; transformers has since turned its parameters round."""
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    weights = {
+        name: weight.mT.contiguous() if name.rpartition(".")[0].endswith(".experts") else weight
+        for name, weight in load_file(file).items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 # What transformers is given
 
 
@@ -284,10 +298,15 @@ def _tiled(tokenizer: Any, text: str, images: list[Image.Image]) -> Inputs:
 
 
 QWEN = f"{START}{IMAGE}{END}"
+EXPERTS = {
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 FAMILIES = {
     "llama": Family("llama"),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3"),
+    "qwen3_moe": Family("qwen3_moe", adapts=EXPERTS),
     "mistral": Family("mistral"),
     "phi3": Family("phi3"),
     "llava": Family("llava", IMAGE, processor=_llava_processor, backend="torchvision"),
@@ -310,6 +329,13 @@ FAMILIES = {
         _qwen_processor(t.Qwen2_5_VLProcessor, 14),
     ),
     "qwen3_vl": Family("qwen3_vl", QWEN, processor=_qwen_processor(t.Qwen3VLProcessor, 4)),
+    "qwen3_vl_moe": Family(
+        "qwen3_vl_moe",
+        QWEN,
+        processor=_qwen_processor(t.Qwen3VLProcessor, 4),
+        served=_save_published_experts,
+        adapts=EXPERTS,
+    ),
     "internvl3": Family(
         "internvl",
         "<image>",

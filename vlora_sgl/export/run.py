@@ -29,6 +29,7 @@ from vlora_sgl.export.trace import rank_choices, read_trace
 from vlora_sgl.export.verify import verify_export
 from vlora_sgl.heads.store import read_description
 from vlora_sgl.lora.checkpoint import AdapterWeights, LoraPair, read_adapter
+from vlora_sgl.lora.experts import is_expert
 from vlora_sgl.lora.exported import BASE_DELTA, FORMAT, MANIFEST, UNFINISHED
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, is_tower
 from vlora_sgl.names import check_names
@@ -213,6 +214,8 @@ def _check_mergeable(plan: ExportPlan, hot: AdapterWeights, shards: list[Path], 
 def _check_form(name: str, adapter: AdapterWeights) -> None:
     if adapter.token_rows:
         raise ConfigError(f"adapter {name!r}: trainable_token_indices cannot be exported")
+    if (expert := next(filter(is_expert, adapter.modules), None)) is not None:
+        raise ConfigError(f"adapter {name!r} has weights for experts ({expert}), which cannot be exported")
     if adapter.form is not None:
         raise ConfigError(
             f"{name} has {adapter.form}: with them neither a delta nor what gives the base back is of low rank; "

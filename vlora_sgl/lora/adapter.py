@@ -98,6 +98,7 @@ def engine_layout(model: nn.Module) -> BaseLayout:
     """The layout of a model as SGLang serves it, from its linear layers' full (unsharded) sizes."""
     linears: list[tuple[str, tuple[int, int], tuple[int, ...]]] = []
     embeddings: dict[str, tuple[int, int]] = {}
+    experts: dict[str, tuple[int, int, int]] = {}
     vocabulary = 0
     for path, module in model.named_modules():
         path = path.removesuffix(".base_layer")
@@ -113,6 +114,9 @@ def engine_layout(model: nn.Module) -> BaseLayout:
             linears.append((path, (q + k + v, module.input_size), (q, k, v)))
         elif isinstance(module, _sgl.MergedColumnParallelLinear) and len(module.output_sizes) == 2:
             linears.append((path, (module.output_size, module.input_size), tuple(module.output_sizes)))
+        elif isinstance(module, _sgl.FusedMoE):
+            inner = module.intermediate_size_per_partition * module.moe_tp_size
+            experts[path] = (module.num_experts, inner, module.hidden_size)
         elif isinstance(module, _sgl.LinearBase):
             linears.append((path, (module.output_size, module.input_size), ()))
         elif isinstance(module, nn.Linear) and is_tower(path):
@@ -121,7 +125,7 @@ def engine_layout(model: nn.Module) -> BaseLayout:
         # Tied to the embedding, so not a module of its own; adapters may still target it.
         hidden = next(iter(embeddings.values()))[0]
         linears.append(("lm_head", (vocabulary, hidden), ()))
-    return BaseLayout.from_modules(linears, embeddings)
+    return BaseLayout.from_modules(linears, embeddings, experts)
 
 
 def content_digest(adapter: LoRAAdapter, description: AdapterDescription) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +25,14 @@ from vlora_sgl.kernels.atmm import (
     atmm_rotated,
     atmm_silu_and_mul,
     make_routing,
+    on_kernels,
 )
+from vlora_sgl.kernels.atmm.experts import device_experts, host_experts
 from vlora_sgl.kernels.atmm.launch import library_linear
 from vlora_sgl.kernels.atmm.row_routing import (
     DENSE_MAX_SLOTS,
     TILE_ROWS,
+    RowTuples,
     Run,
     active_slots,
     active_table,
@@ -38,6 +42,7 @@ from vlora_sgl.kernels.atmm.row_routing import (
     groups_of,
     is_dense,
     mark,
+    tuple_tables,
 )
 from vlora_sgl.kernels.rotary import rotate_and_store
 from vlora_sgl.lora.vocabulary import cut, embed, embed_in_graph
@@ -80,6 +85,7 @@ class GraphTables:
         block: rows per tile of the grouped kernels; by default what suits decode.
         both: whether graphs of few rows come with either family of kernels, where the pool has slots for it.
         marked: whether slots may have vectors, so that rows are marked for them.
+        tuples: whether layers gather rows anew on the device (``Routing.tuples``).
     """
 
     RING = 4
@@ -93,6 +99,7 @@ class GraphTables:
         *,
         both: bool = False,
         marked: bool = False,
+        tuples: bool = False,
     ) -> None:
         self.places, self.max_rows, self.device, self.marked = tuple(places), max_rows, device, marked
         slots = self.slots = len(places)
@@ -108,7 +115,11 @@ class GraphTables:
             "tile_slots": self.max_tiles * GRAPH_PAIRS,
             "tile_gates": self.max_tiles * GRAPH_PAIRS * self.block,
             "marks": max_rows * marked,
+            "row_tuples": max_rows * tuples,
+            "tuple_words": self._most_tiles(0) * GRAPH_PAIRS * tuples,
+            "tuple_gates": self._most_tiles(0) * GRAPH_PAIRS * tuples,
         }
+        self.tuples = tuples
         self.at: dict[str, slice] = {}
         end = 0
         for name, size in sizes.items():
@@ -125,7 +136,7 @@ class GraphTables:
 
     def holds(self, rows: int, active: int, pairs: int, tuples: int) -> bool:
         """Whether a batch has room: rows, slots in use, slots that a row applies at most, different sets of those."""
-        if self.is_dense(rows, active):
+        if self.is_dense(rows, active) and not self.tuples:
             return True
         return pairs <= GRAPH_PAIRS and tuples <= self._most_tiles(0)
 
@@ -152,6 +163,9 @@ class GraphTables:
         view = Routing(rows, self.slots, [], places=self.places)
         if self.marked:
             view.marks = words[at["marks"]][:rows]
+        if self.tuples:
+            own, gates = (words[at[name]].view(-1, GRAPH_PAIRS) for name in ("tuple_words", "tuple_gates"))
+            view.tuples = RowTuples(words[at["row_tuples"]][:rows], own, gates.view(torch.float32))
         if dense:
             view.active = words[at["active"]]
             view.gates = words[at["gates"]].view(torch.float32).view(-1, self.slots)[:rows]
@@ -200,6 +214,8 @@ class GraphTables:
             words = [mark(pairs, vectored) for pairs, _ in runs]
             marks[:rows] = np.repeat(words, [count for _, count in runs])
             marks[rows:] = 0
+        if self.tuples:
+            self._put_tuples(host, runs, ranks, scalings)
         self.buffer.copy_(self._ring[turn], non_blocking=True)
         if self._copied:
             self._copied[turn].record()
@@ -224,6 +240,23 @@ class GraphTables:
         active = active_table(used, ranks, self.places)
         start = self.at["active"].start
         host[start : start + len(active)] = active
+
+    def _put_tuples(
+        self, host: np.ndarray, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float]
+    ) -> None:
+        groups, rows = groups_of(runs)
+        of_rows, words, gates = tuple_tables(groups, rows, ranks, scalings, self.places)
+        count, width = words.shape
+        if count > self._most_tiles(0) or width > GRAPH_PAIRS:
+            raise ConfigError(
+                f"{count} slot tuples with {width} slots a row exceed the graph's tables "
+                f"({self._most_tiles(0)}, {GRAPH_PAIRS})"
+            )
+        host[self.at["row_tuples"]][:rows], host[self.at["row_tuples"]][rows:] = of_rows, 0
+        for name, table in (("tuple_words", words), ("tuple_gates", gates.view(np.int32))):
+            held = host[self.at[name]].reshape(-1, GRAPH_PAIRS)
+            held[:] = 0
+            held[:count, :width] = table
 
     def _put_tiles(
         self, host: np.ndarray, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float], read: bool
@@ -251,7 +284,11 @@ class GraphTables:
 
 
 class AtmmBackend(_sgl.BaseLoRABackend):
-    """The operator behind SGLang's interface. Adapters on MoE experts are refused."""
+    """The operator behind SGLang's interface.
+
+    Attributes:
+        is_moe_lora: whether layers have adapters on experts; SGLang sets it when it wraps such a layer.
+    """
 
     name = "atmm"
     supports_prefill_cuda_graph = True
@@ -272,7 +309,9 @@ class AtmmBackend(_sgl.BaseLoRABackend):
     def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
         """Allocate what captured decode graphs read."""
         rows = max_bs_in_cuda_graph * num_tokens_per_req
-        self.graph_tables = GraphTables(rows, self.places, self.device, both=True, marked=self.marks_rows)
+        self.graph_tables = GraphTables(
+            rows, self.places, self.device, both=True, marked=self.marks_rows, tuples=self.is_moe_lora
+        )
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int) -> None:
         """Take batches of up to so many tokens for captured prefill graphs; a size gets its tables when captured."""
@@ -327,7 +366,10 @@ class AtmmBackend(_sgl.BaseLoRABackend):
             routing = self.graph_tables.refresh(runs, ranks, scalings, many, vectored)
         else:
             groups, rows = groups_of(runs)
-            routing = make_routing(groups, rows, ranks, scalings, self.device, places=self.places, vectored=vectored)
+            routing = make_routing(
+                groups, rows, ranks, scalings, self.device, places=self.places, vectored=vectored,
+                tuples=self.is_moe_lora and on_kernels(self.device),
+            )  # fmt: skip
         prefill = prefill_tokens is not None
         self.batch_info = Batch(routing, use_cuda_graph or prefill, prefill)
 
@@ -430,14 +472,38 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         ranks, scalings = batch.routing.ranks, batch.routing.scalings
         atmm(y, x, a, b, make_routing(groups, rows, ranks, scalings, self.device, places=self.places), offsets)
 
-    # What it does not serve
+    # Experts
+
+    def init_cuda_graph_moe_buffers(self, *_: object, **__: object) -> None:
+        """SGLang's buffers for its own kernels: the operator needs none."""
 
     @property
-    def is_moe_lora(self) -> bool:
-        """SGLang sets it when it wraps expert layers."""
-        return False
+    def applies(self) -> bool:
+        """Whether this batch's rows may apply adapters."""
+        batch = self.batch_info
+        return bool(batch.in_graph or batch.routing.has_adapters)
 
-    @is_moe_lora.setter
-    def is_moe_lora(self, value: bool) -> None:
-        if value:
-            raise ConfigError("--lora-backend atmm does not serve adapters on MoE experts; use --lora-backend csgmv")
+    def experts(self, ids: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[Routing, Routing]:
+        """This batch's routing of tokens' choices of experts.
+
+        Args:
+            ids, weights: [M, TOPK] of the choices.
+            count: how many experts there are.
+
+        Returns:
+            Of inputs that are tokens, and of inputs that are choices; in a GPU's second the choices' weights are in.
+        """
+        routing = self.batch_info.routing
+        if on_kernels(ids.device):
+            return device_experts(routing, ids, weights, count)
+        return host_experts(routing, ids, count, ids.shape[1]), host_experts(routing, ids, count, 1)
+
+    def add_experts(self, y: torch.Tensor, x: torch.Tensor, linear: Any, routing: Routing) -> torch.Tensor:
+        """Add this batch's adapters to what experts put out, in place.
+
+        Args:
+            y: [P, N], a row for each choice; x: [M, K] or [P, K].
+            linear: ``lora.expert_layers.ExpertLinear``.
+            routing: of ``experts``.
+        """
+        return atmm(y, x, linear.a.flatten(0, 1), linear.b.flatten(0, 1), routing, linear.offsets)

@@ -21,6 +21,7 @@ from vlora_sgl.errors import AdapterError
 from vlora_sgl.files import check_regular, is_there, read_json
 from vlora_sgl.heads.saved import without_wrappers
 from vlora_sgl.lora.access import allowed_directory
+from vlora_sgl.lora.experts import factors_of_experts, is_fused, is_router, parameter_of
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, canonical_name, is_tower, kind_of, layer_of
 from vlora_sgl.lora.load_report import LoadReport, count
 from vlora_sgl.lora.peft_config import PeftLoraConfig
@@ -293,6 +294,24 @@ def _check_sides(path: str, name: str, pair: Sides, config: PeftLoraConfig) -> N
         raise AdapterError(f"{path}: DoRA and lora_bias of {name} cannot be served")
 
 
+def _fused_experts(
+    path: str, name: str, pair: Sides, config: PeftLoraConfig, layout: BaseLayout | None
+) -> Iterator[tuple[str, LoraPair]]:
+    """The factors of every expert, of a wrapper of all experts' weights."""
+    (a_key, a), (_, b) = pair["A"], pair["B"]
+    if layout is None:
+        yield name, LoraPair(a, b, config.scale(path, config.rank(path)))
+        return
+    layout.check_layer(name, a_key)
+    where, turned = parameter_of(path, name, ((a.shape[0], a.shape[1]), (b.shape[0], b.shape[1])), layout)
+    kind, rank = where.rpartition(".")[2], config.rank(where)
+    found = list(factors_of_experts(a, b, kind, name, turned, layout, rank)) if a.shape[0] % rank == 0 else []
+    if not found:
+        raise AdapterError(f"{a_key}: expected rank {rank} for every expert of {where}, got A {list(a.shape)}")
+    for part, own_a, own_b in found:
+        yield part, LoraPair(own_a, own_b, config.scale(where, rank))
+
+
 def _module(
     path: str,
     name: str,
@@ -303,13 +322,14 @@ def _module(
     """Checks the two factors of one module and yields them, split into the parts of a stacked projection."""
     _check_sides(path, name, pair, config)
     (a_key, a), (b_key, b) = pair["A"], pair["B"]
-    if "experts" in name.split("."):
-        raise AdapterError(f"{a_key}: LoRA on routed experts is not supported")
     if a.dim() != 2 or b.dim() != 2:
         raise AdapterError(f"{a_key}: expected matrices, got A {list(a.shape)} and B {list(b.shape)}")
     rank = a.shape[0]
     if b.shape[1] != rank:
         raise AdapterError(f"{b_key}: A has rank {rank}, B {b.shape[1]}")
+    if is_fused(name):
+        yield from _fused_experts(path, name, pair, config, layout)
+        return
     if config.rank(path) != rank:
         raise AdapterError(f"{a_key}: the tensors have rank {rank}, the configuration says {config.rank(path)}")
     scale = config.scale(path, rank)
@@ -318,6 +338,8 @@ def _module(
         yield name, LoraPair(a, b, scale, **{side: tensor for side, (_, tensor) in more.items()})
         return
     layout.check_layer(name, a_key)
+    if is_router(name, layout):
+        raise AdapterError(f"{a_key}: LoRA on the router of experts is not supported; leave {name} as it is")
     expected = layout.expected(name)
     if expected is None:
         raise AdapterError(f"{a_key}: this model has no module {name}")

@@ -18,6 +18,7 @@ from vlora_sgl import _sgl
 from vlora_sgl.kernels.atmm import Rotation, Vectors, on_kernels
 from vlora_sgl.kernels.atmm.launch import MAX_PARTS
 from vlora_sgl.kernels.rotary import rotate_and_store
+from vlora_sgl.lora.expert_layers import AtmmExperts
 from vlora_sgl.lora.vocabulary import AtmmEmbedding, AtmmLMHead
 from vlora_sgl.seams import Place, Places
 
@@ -261,6 +262,7 @@ def layer_class(layer: nn.Module) -> type[nn.Module] | None:
         (_sgl.ReplicatedLinear, AtmmReplicatedLinear),
         (_sgl.ParallelLMHead, AtmmLMHead),
         (_sgl.VocabParallelEmbedding, AtmmEmbedding),
+        (_sgl.FusedMoE, AtmmExperts),
         (nn.Linear, AtmmTorchLinear),
     ):
         if isinstance(layer, base):

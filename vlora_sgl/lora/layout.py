@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlora_sgl.errors import AdapterError, ConfigError
+from vlora_sgl.lora.experts import FUSED, expert_parts, is_expert
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,9 +106,11 @@ def kind_of(name: str) -> str:
 
     >>> kind_of("layers.3.mlp.up_proj"), kind_of("visual.blocks.0.attn.qkv"), kind_of("visual.merger.mlp.0")
     ('up_proj', 'visual attn.qkv', 'visual merger.mlp.0')
+    >>> kind_of("layers.3.mlp.experts.5.up_proj")
+    'experts up_proj'
     """
     if not is_tower(name):
-        return name.rpartition(".")[2]
+        return ("experts " if is_expert(name) else "") + name.rpartition(".")[2]
     layer = r"^(?:visual\.(?:blocks\.\d+\.)?|vision_tower\.layers\.\d+\.)|(?<=deepstack_merger_list)\.\d+"
     return "visual " + re.sub(layer, "", name)
 
@@ -123,8 +126,10 @@ class BaseLayout:
 
     Attributes:
         shapes: canonical name -> ``(out_features, in_features)``. Stacked projections appear as their parts (q, k, v;
-            gate, up). ``embed_tokens`` has ``(hidden, vocabulary)``, as its LoRA factors do.
-        fused: canonical name of a stacked projection -> the canonical names of its parts, in row order.
+            gate, up), experts' linears by themselves. ``embed_tokens`` has ``(hidden, vocabulary)``, as its LoRA
+            factors do.
+        fused: canonical name of a stacked projection -> the canonical names of its parts, in row order. All experts'
+            linears of a kind (``layers.0.mlp.experts.down_proj``) are one.
         num_layers: depth of the decoder.
         paths: canonical name -> the module's path in the transformers model; empty when built from an engine.
         other_linears: paths of linear layers whose adapters cannot be served (other towers, projectors).
@@ -138,13 +143,17 @@ class BaseLayout:
 
     @classmethod
     def from_modules(
-        cls, linears: Iterable[tuple[str, tuple[int, int], tuple[int, ...]]], embeddings: Mapping[str, tuple[int, int]]
+        cls,
+        linears: Iterable[tuple[str, tuple[int, int], tuple[int, ...]]],
+        embeddings: Mapping[str, tuple[int, int]],
+        experts: Mapping[str, tuple[int, int, int]] | None = None,
     ) -> BaseLayout:
         """Builds the layout from ``(path, (out, in), part sizes)`` of every linear layer.
 
         Args:
             linears: ``part sizes`` are the output sizes of the parts of a stacked projection, empty for a plain one.
             embeddings: path -> ``(hidden, vocabulary)`` of embedding layers.
+            experts: path -> ``(experts, intermediate, hidden)`` of what holds gate, up and down of experts.
         """
         shapes: dict[str, tuple[int, int]] = {}
         fused: dict[str, tuple[str, ...]] = {}
@@ -175,6 +184,17 @@ class BaseLayout:
                 parts = tuple(f"{parent}.{leaf}" for leaf in leaves)
                 if all(p in shapes for p in parts):
                     fused.setdefault(f"{parent}.{stacked}", parts)
+        for path, (count, intermediate, hidden) in (experts or {}).items():
+            name = canonical_name(path)
+            if name is None:
+                others.append(path)
+                continue
+            own = expert_parts(name, count)
+            fused.update(own)
+            paths.update({f"{name}.{kind}": f"{path}.{kind}" for kind in FUSED})
+            gate_up, down = own.values()
+            shapes.update(dict.fromkeys(gate_up, (intermediate, hidden)))
+            shapes.update(dict.fromkeys(down, (hidden, intermediate)))
         layers = [layer for n in shapes if (layer := layer_of(n)) is not None]
         return cls(shapes, fused, max(layers, default=-1) + 1, paths, tuple(others))
 
@@ -192,13 +212,20 @@ class BaseLayout:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         linears: list[tuple[str, tuple[int, int], tuple[int, ...]]] = []
         embeddings: dict[str, tuple[int, int]] = {}
+        experts: dict[str, tuple[int, int, int]] = {}
         for path, module in model.named_modules():
             if isinstance(module, nn.Embedding):
                 embeddings[path] = (module.embedding_dim, module.num_embeddings)
             elif isinstance(module, nn.Linear):
                 shape = (module.out_features, module.in_features)
                 linears.append((path, shape, _part_sizes(path, shape[0], text)))
-        return cls.from_modules(linears, embeddings)
+            elif all(getattr(getattr(module, kind, None), "ndim", 0) == 3 for kind in FUSED):
+                sizes = [*module.down_proj.shape[1:]]  # which axis is which, gate and up tell: they are twice as many
+                twice = set(module.gate_up_proj.shape[1:])
+                hidden = next(size for size in sizes if size in twice)
+                sizes.remove(hidden)
+                experts[path] = (len(module.down_proj), sizes[0], hidden)
+        return cls.from_modules(linears, embeddings, experts)
 
     @classmethod
     def from_directory(cls, model_dir: str | Path) -> BaseLayout:

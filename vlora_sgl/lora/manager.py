@@ -222,8 +222,13 @@ class VLoraManager(_sgl.LoRAManager):
             pool: PackedPool = SizedPool(self.slot_ranks, **options)
             self.lora_backend.place_slots(pool.places)
         else:
-            pool = PackedPool(**options)
+            pool = PackedPool(experts=self._routes_rows, **options)
         seams.own("LoRAManager.memory_pool", self, pool)
+        if (lacking := pool.lacking(self.lora_modules)) is not None:
+            raise ConfigError(
+                f"{lacking} lies beside experts, and SGLang's slots have no room of its size; leave gate_up_proj "
+                "and down_proj out of --lora-target-modules"
+            )
         self._arrivals = Arrivals(self.device, self.pending_lora_load_events)
         self._rows = RowRouting(self.memory_pool, self.loras, self._store.routed, self._arrivals)
         if why_not_adapted(self.base_model, self.lora_backend.name) is None:
@@ -235,7 +240,9 @@ class VLoraManager(_sgl.LoRAManager):
     def _room_for_vectors(self) -> SlotVectors:
         """A table beside the slots, once the layers know their columns; filled for the adapters that were loaded."""
         if not self._routes_rows or not self.memory_pool.packs:
-            raise ConfigError(f"--vlora-dora needs --lora-backend {ROUTING_BACKEND}, and a model without MoE experts")
+            raise ConfigError(
+                f"--vlora-dora needs --lora-backend {ROUTING_BACKEND}, and not SGLANG_EXPERIMENTAL_LORA_OPTI"
+            )
         vectors = self.memory_pool.vectors = SlotVectors(self.lora_modules, self.max_loras_per_batch, self.device)
         self.lora_backend.marks_rows = True
         self._store.rebase()

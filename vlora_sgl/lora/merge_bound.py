@@ -17,9 +17,10 @@ same, and no step computes or waits for anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice, starmap
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,10 @@ LIMIT = 4.0
 """The largest rho. Trained adapters of a tiny model stay below 0.6, random ones that change every answer reach 2."""
 ACTIVATIONS = 2.0**12
 """What the base model's outputs are taken to stay below, for the room that h has in its type."""
+TOGETHER = 64
+"""Updates of one shape that are measured at a time: experts' are many and small."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,35 +76,41 @@ def update_sizes(adapter: StackedAdapter, layout: BaseLayout) -> dict[str, tuple
         name, side, _ = key.rsplit(".", 2)
         if side == "lora_A" and not is_embedding(key):
             widths = [layout.shapes[part][0] for part in layout.parts_of(name)]
-            slices = zip(a.split(adapter.rank), adapter.tensors[f"{name}.lora_B.weight"].split(widths), strict=True)
-            found[name] = tuple(_update_size(*factors, adapter.scale) for factors in slices)
+            b = adapter.tensors[f"{name}.lora_B.weight"]
+            pairs = zip(a.split(adapter.rank), b.split(widths), strict=True)
+            alike = (some for _, same in groupby(pairs, lambda pair: len(pair[1])) for some in _batches(same))
+            found[name] = tuple(size for some in alike for size in _sizes(some, adapter.scale))
     return found
 
 
-def _update_size(a: torch.Tensor, b: torch.Tensor, scale: float) -> UpdateSize:
-    a, b = a.float(), b.float().T
+def _sizes(factors: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float) -> Iterator[UpdateSize]:
+    """Of updates with these A [r, in] and B [out, r], all of one shape."""
+    a, b = (torch.stack(side).float() for side in zip(*factors, strict=True))
+    b = b.mT
     # In float64, where no square overflows; the cosines between the terms, within 1, in float32.
-    rows, columns = (torch.linalg.vector_norm(factor, dim=1, dtype=torch.float64) for factor in (a, b))
+    rows, columns = (torch.linalg.vector_norm(factor, dim=2, dtype=torch.float64) for factor in (a, b))
     terms = rows * columns
     cosines = _cosines(a, rows) * _cosines(b, columns)
-    product = float((terms @ (cosines.double() @ terms)).clamp(min=0).sqrt())
+    product = (terms[:, None] @ (cosines.double() @ terms[..., None])).flatten().clamp(min=0).sqrt()
     size = abs(scale)
-    return UpdateSize(
-        size * product,
-        size * float(torch.linalg.vector_norm(terms)),
-        float(terms.sum()),
-        max(1.0, size) * float(rows.max()),
-    )
+    sizes = size * product, size * torch.linalg.vector_norm(terms, dim=1), terms.sum(1), max(1.0, size) * rows.amax(1)
+    return starmap(UpdateSize, torch.stack(sizes, 1).tolist())
 
 
 def _cosines(factor: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """[r, r] between the rows of a factor; 0 where a row is zero, NaN where it is not finite."""
+    """[U, r, r] between the rows of factors; 0 where a row is zero, NaN where it is not finite."""
     # By the largest element first: a norm may lie past float32.
-    top = factor.abs().amax(1, keepdim=True)
+    top = factor.abs().amax(2, keepdim=True)
     unit = torch.where(top == 0, 0.0, factor / top)
-    length = (norms / top[:, 0].double()).float()[:, None]
+    length = (norms[..., None] / top.double()).float()
     unit = torch.where(top == 0, 0.0, unit / length)
-    return unit @ unit.T
+    return unit @ unit.mT
+
+
+def _batches(rows: Iterable[T]) -> Iterator[list[T]]:
+    left = iter(rows)
+    while some := list(islice(left, TOGETHER)):
+        yield some
 
 
 def base_sizes(

@@ -10,6 +10,7 @@ import torch
 
 from vlora_sgl import _sgl
 from vlora_sgl.kernels.merge import MergeTarget
+from vlora_sgl.lora.expert_layers import ExpertLinear
 from vlora_sgl.lora.mode_switcher import base_copies
 
 
@@ -23,10 +24,15 @@ def merge_targets(
         copy: where the copy of their weights is to lie (``base_copies``).
         copies: filled with the copies, by module.
     """
-    weights = [module.base_layer.weight.data for _, _, module in modules]
+    weights = [_weight(module).data for _, _, module in modules]
     targets = []
     for (group, name, module), weight, base in zip(modules, weights, base_copies(weights, copy), strict=True):
         copies[module] = base
+        if isinstance(module, ExpertLinear):
+            for index, (e, part, rows) in enumerate(module.slices()):
+                own = (module.a[:, e], module.b[:, e, rows], part)
+                targets.append(MergeTarget(f"{name}[{index}]", group, weight[e, rows], base[e, rows], *own))
+            continue
         lora_a, lora_b = _buffers(module)
         vectors = getattr(module, "vectors", None)  # SGLang's own layers have none
         for index, (start, end) in enumerate(pairwise(module.output_offset_cpu.tolist())):
@@ -37,8 +43,16 @@ def merge_targets(
     return targets
 
 
+def _weight(module: Any) -> torch.Tensor:
+    weight: torch.Tensor = module.weight if isinstance(module, ExpertLinear) else module.base_layer.weight
+    return weight
+
+
 def why_not_mergeable(module: Any) -> str | None:
     """Why a wrapped module's adapters cannot be merged into its weight, or ``None`` if they can."""
+    if isinstance(module, ExpertLinear):
+        same = module.weight.dtype == module.a.dtype
+        return None if same else f"its weight is {module.weight.dtype}, adapters are {module.a.dtype}"
     layer: Any = getattr(module, "base_layer", None)
     weight: Any = getattr(layer, "weight", None)
     if not isinstance(module, (_sgl.ColumnParallelLinearWithLoRA, _sgl.RowParallelLinearWithLoRA)):

@@ -14,10 +14,11 @@ from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.kernels.merge import BiasTarget, MergeTable
+from vlora_sgl.lora.expert_layers import with_linears
 from vlora_sgl.lora.merge_bound import BaseSize, base_sizes, merge_refusal
 from vlora_sgl.lora.merge_targets import largest_of_ranks, merge_targets, why_not_mergeable
 from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher
-from vlora_sgl.lora.packed import Layers, PackedPool, not_finite
+from vlora_sgl.lora.packed import Layers, PackedPool, kind_in_pool, not_finite
 from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.lora.tower import Tower, tower_of
 
@@ -67,7 +68,7 @@ class Merger:
     def _make_switcher(self, layers: Layers, copy: str) -> ModeSwitcher | None:
         modules: list[tuple[str, str, Any]] = []
         for layer in layers:
-            for name, module in layer.items():
+            for name, module in with_linears(layer).items():
                 group = self._group_of(name)
                 reason = why_not_mergeable(module)
                 if reason is None:
@@ -149,7 +150,7 @@ class Merger:
             self._base_sizes = base_sizes(self.switcher.table.targets, largest_of_ranks)
 
     def _group_of(self, name: str) -> str:
-        return str(_sgl.get_target_module_name(name, self._target_modules))
+        return kind_in_pool(name, self._target_modules)
 
     def _groups_of(self, adapter: str) -> frozenset[str]:
         if adapter not in self._groups:

@@ -23,12 +23,17 @@ import torch
 from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.core import AdapterId, JsonDict
+from vlora_sgl.lora.expert_layers import with_linears
+from vlora_sgl.lora.experts import is_expert
 from vlora_sgl.lora.slot_residency import SlotResidency
 
 # The staging buffer is device memory that caches nothing: large enough for the bus to be what a load waits for.
 STAGING_BYTES = 64 << 20
 # In elements: matrices begin where vectorized copies can begin.
 _ALIGN = 64
+
+EXPERTS = "_moe"
+"""What SGLang's pool adds to the name of a kind of linears where they are experts'."""
 
 Layers = Sequence[JsonDict]
 """The modules that SGLang has wrapped, by layer and name."""
@@ -178,9 +183,9 @@ class Slots:
     def _part(self, weight: Weight, slot: int, rank: int) -> torch.Tensor:
         """What an adapter of this rank occupies of a slot's matrix."""
         if weight.side == "B":
-            return self.B_buffer[weight.kind][weight.layer][slot, :, :rank]
-        matrix = self.A_buffer[weight.kind][weight.layer][slot]
-        return matrix[: rank * (matrix.shape[0] // self.max_lora_rank)]  # stacked projections
+            return self.B_buffer[weight.kind][weight.layer][slot, ..., :rank]
+        matrix = self.A_buffer[weight.kind][weight.layer][slot]  # of experts one for each
+        return matrix[..., : rank * (matrix.shape[-2] // self.max_lora_rank), :]  # stacked projections
 
     def _layout(self, weights: Sequence[Weight], rank: int) -> Layout:
         key = (rank, *weights)
@@ -211,13 +216,14 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
     """SGLang's pool of linear layers, loaded as the module says; what it holds besides is loaded as SGLang does.
 
     Args:
+        experts: whether layers of experts are ours, and read the slots as this class fills them.
         residency: whom it asks who is evicted, in place of SGLang's policy.
         ranks: the rank that every slot holds, by default all the same.
         places: index of every slot in the buffers, by default its number.
         options: SGLang's.
 
     Attributes:
-        packs: whether it does; not with MoE experts, nor where SGLang clears what lies past an adapter's rank.
+        packs: whether it does; not where experts are SGLang's, nor where what lies past an adapter's rank is cleared.
         vectors: what slots hold besides, where adapters may have more than factors.
     """
 
@@ -228,6 +234,7 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
         residency: SlotResidency | None = None,
         ranks: Sequence[int] | None = None,
         places: Sequence[int] | None = None,
+        experts: bool = False,
         **options: Any,
     ) -> None:
         slots = options["max_loras_per_batch"]
@@ -239,7 +246,7 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
         if residency is not None:
             seams.own("LoRAMemoryPool.eviction_policy", self, residency)
         everything = [buffer for buffers in (self.A_buffer, self.B_buffer) for buffer in buffers.values()]
-        linear = bool(everything) and all(matrix.ndim == 3 for layers in everything for matrix in layers)
+        linear = bool(everything) and all(m.ndim == 3 or experts for layers in everything for m in layers)
         self.packs = linear and not _sgl.dense_lora_b
         if self.packs:
             weights = [Weight(side, kind, i) for side in "AB" for kind in self.A_buffer for i in range(self.num_layer)]
@@ -258,6 +265,17 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
             most >= rank and (slot not in held or held[slot] not in keep) for slot, most in enumerate(self.ranks)
         )
 
+    def lacking(self, lora_modules: Layers) -> str | None:
+        """A wrapped module that the slots have no room for, if there is one: SGLang gives dense MLPs and shared
+        experts of models with experts none, or that of other sizes."""
+        for number, layer in enumerate(lora_modules if self.packs else ()):
+            for name, module in with_linears(layer).items():
+                buffers = self.B_buffer.get(self._kind(name))
+                wanted = getattr(module, "columns", None)
+                if buffers is None or (wanted is not None and buffers[number].shape[-2] != wanted[-1]):
+                    return name
+        return None
+
     def pack(self, adapter: LoRAAdapter, lora_modules: Layers) -> Packed:
         """Lay an adapter's linear layers out in one piece of host memory, pinned where there is a GPU; once.
 
@@ -271,7 +289,7 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
         for number, layer in enumerate(adapter.layers):
             for name in layer.weights:
                 with contextlib.suppress(ValueError):  # of a kind the pool lacks: SGLang warns below, or refuses it
-                    weight = Weight("A" if "lora_A" in name else "B", self._kind(name), number)
+                    weight = self._weight(name, number)
                     if weight in wrapped:
                         names[weight] = name
         layout = self._layout(sorted(names), adapter.config.r)
@@ -286,18 +304,33 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
         return packed
 
     def _write(self, views: Mapping[Weight, torch.Tensor], adapter: LoRAAdapter, lora_modules: Layers) -> None:
-        """SGLang's load of an adapter's linear layers, with these matrices for a slot."""
+        """SGLang's load of an adapter's linear layers, with these matrices for a slot; experts' are written here."""
+        rest = [
+            self._write_experts(views, i, layer.weights, lora_modules[i]) for i, layer in enumerate(adapter.layers)
+        ]
         slot: Any = copy.copy(self)
         nothing = torch.empty(1, 1, device="meta")  # takes the zeros of what the adapter lacks
         for side, buffers in (("A", self.A_buffer), ("B", self.B_buffer)):
             layers = range(self.num_layer)
-            found = {kind: [views.get(Weight(side, kind, i), nothing)[None] for i in layers] for kind in buffers}
+            kinds = [kind for kind in buffers if not kind.endswith(EXPERTS)]
+            found = {kind: [views.get(Weight(side, kind, i), nothing)[None] for i in layers] for kind in kinds}
             setattr(slot, f"{side}_buffer", found)
         slot.embedding_A_buffer = slot.embedding_B_buffer = slot.lm_head_A_buffer = slot.lm_head_B_buffer = {}
         slot.new_embeddings_buffer = {}
         slot.pin_memory_available = False
-        linears = SimpleNamespace(config=adapter.config, layers=adapter.layers, embedding_layers={})
+        layers_left = [SimpleNamespace(weights=weights, pinned_weights={}) for weights in rest]
+        linears = SimpleNamespace(config=adapter.config, layers=layers_left, embedding_layers={})
         _sgl.LoRAMemoryPool.load_lora_weight_to_buffer(slot, adapter.uid, 0, linears, lora_modules, None, None)
+
+    def _write_experts(
+        self, views: Mapping[Weight, torch.Tensor], number: int, weights: Mapping[str, torch.Tensor], modules: JsonDict
+    ) -> dict[str, torch.Tensor]:
+        """Write what a layer has for experts; returns the rest."""
+        linears = {self._kind(name): module for name, module in with_linears(modules).items()}
+        for name in filter(is_expert, weights):
+            weight = self._weight(name, number)
+            views[weight].copy_(linears[weight.kind].shard(weight.side, weights[name]))
+        return {name: weight for name, weight in weights.items() if not is_expert(name)}
 
     def load_lora_weight_to_buffer(
         self, uid: AdapterId, buffer_id: int, lora_adapter: Any, lora_modules: Layers, *embeddings: object
@@ -323,17 +356,29 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
         sides = (self.embedding_A_buffer, self.embedding_B_buffer, self.lm_head_A_buffer, self.lm_head_B_buffer)
         return [buffer for side in sides for buffer in side.values()]
 
+    def _weight(self, name: str, layer: int) -> Weight:
+        return Weight("A" if "lora_A" in name else "B", self._kind(name), layer)
+
     def _kind(self, name: str) -> str:
-        return str(_sgl.get_target_module_name(name, self.target_modules))
+        return kind_in_pool(name, self.target_modules)
 
     def _wrapped(self, lora_modules: Layers) -> set[Weight]:
         """The matrices that layers of this model read."""
         return {
             Weight(side, self._kind(name), number)
             for number, layer in enumerate(lora_modules)
-            for name in layer
+            for name in with_linears(layer)
             for side in "AB"
         }
+
+
+def kind_in_pool(name: str, target_modules: Collection[str]) -> str:
+    """The pool's name for the kind of a module, or of a weight of one.
+
+    Raises:
+        ValueError: it is of none of these kinds.
+    """
+    return str(_sgl.get_target_module_name(name, target_modules)) + (EXPERTS if is_expert(name) else "")
 
 
 def not_finite(values: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ _REFUSED = {
     "use_qalora": "QA-LoRA pools the input groups",
     "use_bdlora": "BD-LoRA factors are block diagonal",
     "layer_replication": "layer_replication changes the base model's depth",
-    "target_parameters": "target_parameters adapts bare parameters such as fused experts",
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
     "kasa_config": "KaSA changes the base weights",

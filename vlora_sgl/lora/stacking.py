@@ -15,6 +15,7 @@ import torch
 
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.checkpoint import LoraPair
+from vlora_sgl.lora.experts import FUSED, is_expert
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout
 
 
@@ -51,8 +52,9 @@ class StackedAdapter:
 
     @property
     def kinds(self) -> set[str]:
-        """Last names of the modules: what SGLang calls target modules."""
-        return {name.rsplit(".", 3)[-3] for name in self.tensors} | {n.rsplit(".", 1)[-1] for n in self.vectors}
+        """Last names of the modules: what SGLang calls target modules. Of experts it takes both kinds together."""
+        found = {name.rsplit(".", 3)[-3] for name in self.tensors} | {n.rsplit(".", 1)[-1] for n in self.vectors}
+        return found | set(FUSED if any(is_expert(name) for name in self.tensors) else ())
 
 
 def stack(

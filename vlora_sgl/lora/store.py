@@ -20,6 +20,7 @@ from vlora_sgl.heads.base import VisionHead
 from vlora_sgl.heads.store import AdapterDescription, load_heads, read_description
 from vlora_sgl.lora.access import allowed_directory
 from vlora_sgl.lora.adapter import AdapterBuilder, content_digest
+from vlora_sgl.lora.experts import is_expert
 from vlora_sgl.lora.packed import Layers, PackedPool
 from vlora_sgl.lora.pool import fits
 from vlora_sgl.lora.tower import Tower, TowerWeights, tower_of
@@ -203,6 +204,8 @@ class AdapterStore:
                 raise AdapterError(f"member {name!r} is a routed adapter itself")
             if self.on_vocabulary([uid]):
                 raise AdapterError(f"member {name!r} has weights for the vocabulary, which no router weighs")
+            if on_experts(self._adapters[uid]):
+                raise AdapterError(f"member {name!r} has weights for experts, which no router of tokens weighs")
             if has_vectors([self._adapters[uid]]):
                 raise AdapterError(f"member {name!r} has {self._adapters[uid].form}, which is not applied by parts")
             if self.described[uid].description.invocation is not None:
@@ -304,6 +307,8 @@ class AdapterStore:
             AdapterError: they do not; the message names the setting.
         """
         pool = self._pool
+        if on_experts(adapter) and self._builder.backend.name != "atmm":
+            raise AdapterError("it adapts experts, which needs --lora-backend atmm")
         if adapter.form is None:
             return
         if self._builder.backend.name != "atmm":
@@ -383,3 +388,8 @@ class AdapterStore:
             }
             for uid, adapter in self._adapters.items()
         }
+
+
+def on_experts(adapter: LoRAAdapter) -> bool:
+    """Whether an adapter has weights for experts."""
+    return any(is_expert(name) for layer in adapter.layers for name in layer.weights)
