@@ -74,6 +74,9 @@ CASES = {
     "forms": ("base", "one", "eight", "combined2", "combined4"),
     "dora": ("eight",),
     "before": ("base", "one", "eight"),
+    # Of bench_moe:
+    "merged16": ("one",),
+    "stock16": ("base", "eight"),
 }
 SLOTS = {"slots64": 64, "each16": 64}
 SLOTS_FIGURE = "slots64_over_slots8"
@@ -143,7 +146,7 @@ def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
             "sampling_backend": "pytorch",
             "cuda_graph_bs_decode": [32],
             # Several engines share the card; each takes what its weights need and this many tokens.
-            "mem_fraction_static": 0.9,
+            "mem_fraction_static": 0.96 if name.startswith("merged") else 0.9,  # beside a copy of the weights
             "max_total_tokens": args.batch * (args.input + args.steps + 64),
             "chunked_prefill_size": 8192,
         }
@@ -160,8 +163,10 @@ def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
         class Ours(Engine):
             run_scheduler_process_func = processes.WithEnvironment(run_scheduler)
 
-        return Ours(vlora=VLoraArgs(mode="unmerged", fast_paths=args.fast_paths), **options)
-    stock = {"lora_backend": "csgmv"} if rank and not tiny else {}
+        mode = "merged" if name.startswith("merged") else "unmerged"
+        return Ours(vlora=VLoraArgs(mode=mode, fast_paths=args.fast_paths), **options)
+    stock: dict[str, Any] = {"lora_backend": "csgmv"} if rank and not tiny else {}
+    stock |= {"lora_use_virtual_experts": True} if name == "stock16" and not tiny else {}
     return build_stock_engine(**stock, **options)
 
 
