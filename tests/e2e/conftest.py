@@ -60,6 +60,6 @@ def expected_of_forms(tiny_model: TinyModel, form_adapters: dict[str, Path]) -> 
 @pytest.fixture(scope="session")
 def modes_engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[EngineProcess]:
     """An engine with these adapters and slots for any form of others; its mode can be forced from batch to batch."""
-    options = {**engine_options(tiny_model.path, mode_adapters), "max_loras_per_batch": 8, "max_lora_rank": 32}
+    options = {**engine_options(tiny_model.path, mode_adapters), "max_loras_per_batch": 8}
     with EngineProcess(options, vlora=VLoraArgs(dora=True)) as process:
         yield process  # which starts while PEFT answers

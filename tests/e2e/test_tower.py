@@ -1,7 +1,7 @@
 """Adapters of the vision tower and the projector: answers to pictures are those of transformers + PEFT.
 
-An engine for each family, because only there can a mode be forced from batch to batch; on a CPU Qwen2.5-VL's is that
-of the other tests of modes. It prefills in chunks that are shorter than a picture.
+An engine for each family, because only there can a mode be forced from batch to batch. It prefills in chunks that are
+shorter than a picture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from tests.conftest import TinyModel
 from tests.support.engine_runs import EngineProcess
 from tests.support.head_reference import data_url, make_image
 from tests.support.lora_adapters import tiny_adapter
@@ -33,8 +32,6 @@ from vlora_sgl.platforms.cpu import is_plain_cpu
 pytestmark = pytest.mark.e2e
 
 CHUNK = 16
-SHARED = (224, 168)
-"""Size of pictures for the shared engine, whose chunks are longer."""
 FAMILIES = ["qwen2_5_vl", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2_vl", "qwen3_vl"))]
 NAMES: tuple[str | None, ...] = (None, "tower", "projector", "both", "whole", "language")
 
@@ -48,10 +45,9 @@ class Tower:
     engine: EngineProcess
     adapters: dict[str, Path]
     reference: Reference
-    size: tuple[int, int]
 
     def image(self, seed: int) -> Image.Image:
-        return make_image(seed, self.size)
+        return make_image(seed, SERVED[self.family].size)
 
     def prompt(self, images: int = 1) -> str:
         return (
@@ -90,17 +86,8 @@ class Tower:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def tower(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel
-) -> Iterator[Tower]:
+def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tower]:
     root = tmp_path_factory.mktemp(request.param)
-    if request.param == "qwen2_5_vl" and is_plain_cpu():
-        engine, adapters = request.getfixturevalue("modes_engine"), make_adapters(root, tiny_model.path)
-        assert engine.load("language", adapters["language"]) is None
-        made = Tower(request.param, tiny_model.path, engine, adapters, Reference(tiny_model.path, adapters), SHARED)
-        yield from loaded(made)
-        assert engine.unload("language") is None
-        return
     model, _ = save(request.param, root / "model")
     adapters = make_adapters(root, model)
     options: dict[str, Any] = {
@@ -124,22 +111,16 @@ def tower(
         }
     with EngineProcess(options) as engine:
         reference = Reference(model, adapters)
-        yield from loaded(Tower(request.param, model, engine.ready(), adapters, reference, SERVED[request.param].size))
-
-
-def loaded(tower: Tower) -> Iterator[Tower]:
-    """The engine while it has the adapters of the tower."""
-    assert tower.engine.state()["pool"]["tower"]["bytes"] == 0, "no adapter of the tower, no memory for it"
-    for name in NAMES[1:-1]:
-        assert tower.engine.load(str(name), tower.adapters[str(name)]) is None
-    yield tower
-    for name in NAMES[1:-1]:
-        assert tower.engine.unload(str(name)) is None
+        engine.ready()
+        assert engine.state()["pool"]["tower"]["bytes"] == 0, "no adapter of the tower, no memory for it"
+        for name in NAMES[1:-1]:
+            assert engine.load(str(name), adapters[str(name)]) is None
+        yield Tower(request.param, model, engine, adapters, reference)
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "merged", "mixture"])
 def test_one_image_and_one_each(tower: Tower, mode: str) -> None:
-    for seeds in ((8 if tower.size == SHARED else 5,), (1, 2, 3, 4, 5, 6)):
+    for seeds in ((5,), (1, 2, 3, 4, 5, 6)):
         wanted = [tower.wanted(name, seed) for name, seed in zip(NAMES, seeds * (6 // len(seeds)), strict=True)]
         if len(seeds) == 1:
             assert len({tuple(ids) for ids in wanted}) == len(NAMES), "the adapters must change the answer"
@@ -168,7 +149,7 @@ def test_videos_with_adapters(tower: Tower, mode: str) -> None:
     alike, apart = [8] * len(NAMES), [8, 5, 2, 6, 4, 3]
     tower.cold(mode)
     for seeds in (alike, apart, alike):  # the last time from the caches
-        videos = [video(seed, 4, (112, 84) if tower.size == SHARED else tower.size) for seed in seeds]
+        videos = [video(seed, 4, SERVED[tower.family].size) for seed in seeds]
         wanted = [tower.reference.ids_of_video(text, *one) for one in zip(NAMES, videos, strict=True)]
         assert seeds == apart or len({tuple(ids) for ids in wanted}) == len(NAMES)
         run = tower.engine.generate(
