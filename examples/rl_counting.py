@@ -127,12 +127,9 @@ def speed(policy: Policy, rows: list[Any], mode: str) -> float:
     return len(rows) * 8 * 32 / (time.perf_counter() - begin)
 
 
-def learn(
-    url: str, seed: int, steps: int, pictures: int = 32, samples: int = 8, rate: float = 1e-3
-) -> dict[str, float]:
+def learn(policy: Policy, seed: int, steps: int, pictures: int = 32, samples: int = 8) -> dict[str, float]:
     """Train a policy on a server that has none; what came of it."""
-    train, _, test = counting()
-    policy, draw, apart = Policy(url, rate, seed), random.Random(seed), 0.0
+    (train, _, test), draw, apart = counting(), random.Random(seed), 0.0
     policy.push()
     before = accuracy(policy, test)  # an adapter that was never trained is the base model
     print(f"seed {seed}: the base model counts {before:.1%} of {len(test)} pictures right", flush=True)
@@ -147,8 +144,8 @@ def learn(
     gain = 100 * (after - before)
     print(f"seed {seed}: version {policy.version} counts {after:.1%} right, {gain:+.1f} points; rollouts: ", end="")
     print(", ".join(f"{tokens:.0f} tokens a second {mode}" for mode, tokens in speeds.items()), flush=True)
-    requests.post(f"{url}/set_internal_state", json={"server_args": {"vlora_mode:auto": 1}}, timeout=60)
-    requests.post(f"{url}/unload_lora_adapter", json={"lora_name": "policy"}, timeout=60).raise_for_status()
+    requests.post(f"{policy.url}/set_internal_state", json={"server_args": {"vlora_mode:auto": 1}}, timeout=60)
+    requests.post(f"{policy.url}/unload_lora_adapter", json={"lora_name": "policy"}, timeout=60).raise_for_status()
     return {"before": before, "after": after, "apart": apart, **speeds}
 
 
