@@ -246,16 +246,16 @@ class AdapterLifecycle:
 
     def meant(self, name: str | None, conversation: str | None) -> str | None:
         """The version that a conversation gets of an adapter, or of several as one, as the tables call it."""
-        if name is None:
-            return None
-        if is_combined(name):
-            scales: dict[str, float] = {}
-            for one, scale in parts(name):
-                key = str(self.meant(one, conversation))
-                scales[key] = scales.get(key, 0.0) + scale
-            return written(scales)
-        versions = self.versions.get(name)
-        return self.key(name) if versions is None else versions.key(versions.pick(conversation))
+
+        def picked(one: str) -> str:
+            versions = self.versions.get(one)
+            return self.key(one) if versions is None else versions.key(versions.pick(conversation))
+
+        return _mapped(name, picked)
+
+    def called(self, name: str | None) -> str | None:
+        """The same version of an adapter, or of several as one, as the tables call it now."""
+        return _mapped(name, self.key)
 
     def directory_of(self, name: str) -> str:
         """Where the files of an adapter are.
@@ -742,6 +742,17 @@ def _named(names: str | Sequence[str | None] | None) -> Iterable[str]:
 def _each(names: str | Sequence[str | None] | None) -> Sequence[str | None]:
     """What each prompt of a request names; one for all of them, where it is no list."""
     return [names] if names is None or isinstance(names, str) else names
+
+
+def _mapped(name: str | None, of: Callable[[str], str]) -> str | None:
+    """An adapter's name, or those in a combination, in another form; those that are the same then are added up."""
+    if name is None or not is_combined(name):
+        return name and of(name)
+    scales: dict[str, float] = {}
+    for one, scale in parts(name):
+        key = of(one)
+        scales[key] = scales.get(key, 0.0) + scale
+    return written(scales)
 
 
 def _why_no_path(path: object) -> str | None:

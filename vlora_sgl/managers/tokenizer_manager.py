@@ -157,7 +157,9 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
             UnknownAdapterResponse: a name that is not loaded.
         """
         await self.adapters.bring_in(obj.lora_path)
-        self._choose_versions(obj)  # those that were chosen may be called otherwise by now
+        if obj.lora_path is not None:  # those that were chosen may be called otherwise by now
+            names = [obj.lora_path] if isinstance(obj.lora_path, str) else obj.lora_path
+            name_adapters(obj, [*map(self.adapters.called, names)])
         await super()._resolve_lora_path(obj)
 
     async def _tokenize_one_request(self, obj: GenerateReqInput) -> TokenizedGenerateReqInput:
