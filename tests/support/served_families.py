@@ -301,6 +301,7 @@ QWEN = f"{START}{IMAGE}{END}"
 EXPERTS = {
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "lora_alpha": 4,  # a larger update would never be merged
 }
 FAMILIES = {
     "llama": Family("llama"),
