@@ -268,7 +268,8 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
     def lacking(self, lora_modules: Layers) -> str | None:
         """A wrapped module that the slots have no room for, if there is one: SGLang gives dense MLPs and shared
         experts of models with experts none, or that of other sizes."""
-        for number, layer in enumerate(lora_modules if self.packs else ()):
+        has_experts = any(matrix.ndim > 3 for layers in self.B_buffer.values() for matrix in layers)
+        for number, layer in enumerate(lora_modules if self.packs and has_experts else ()):
             for name, module in with_linears(layer).items():
                 buffers = self.B_buffer.get(self._kind(name))
                 wanted = getattr(module, "columns", None)
