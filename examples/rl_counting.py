@@ -59,6 +59,11 @@ class Policy:
         self.version += 1
         requests.post(route, {"lora_name": f"policy@{self.version}"}, files=files, timeout=60).raise_for_status()
 
+    def drop(self) -> None:
+        """Have the server forget all versions."""
+        self.version = 0
+        requests.post(f"{self.url}/unload_lora_adapter", json={"lora_name": "policy"}, timeout=60).raise_for_status()
+
     def prompt(self, question: str) -> str:
         content = [{"type": "image"}, {"type": "text", "text": question}]
         return self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
@@ -145,19 +150,20 @@ def learn(policy: Policy, seed: int, steps: int, pictures: int = 32, samples: in
     print(f"seed {seed}: version {policy.version} counts {after:.1%} right, {gain:+.1f} points; rollouts: ", end="")
     print(", ".join(f"{tokens:.0f} tokens a second {mode}" for mode, tokens in speeds.items()), flush=True)
     requests.post(f"{policy.url}/set_internal_state", json={"server_args": {"vlora_mode:auto": 1}}, timeout=60)
-    requests.post(f"{policy.url}/unload_lora_adapter", json={"lora_name": "policy"}, timeout=60).raise_for_status()
     return {"before": before, "after": after, "apart": apart, **speeds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     model = Model(tiny.path(), {}, trained=True)
     with tempfile.TemporaryDirectory() as scratch, server(model, Path(scratch) / "log", *FLAGS) as url:
         for seed in args.seeds:
-            learn(Policy(url, seed), seed, args.steps)
+            policy = Policy(url, seed)
+            learn(policy, seed, args.steps)
+            policy.drop()
 
 
 if __name__ == "__main__":

@@ -115,12 +115,13 @@ def test_a_policy_learns_to_count_from_the_server_s_answers(tmp_path: Path) -> N
         import rl_counting as example
         from serving import Model, server
 
-        from benchmarks.serving.bench_sources import logprob_bound
+        from benchmarks.serving.bench_sources import share_of_bound
     finally:
         sys.path.remove(str(EXAMPLES))
     with server(Model(example.tiny.path(), {}, trained=True), tmp_path / "log", *example.FLAGS) as url:
         policy = example.Policy(url, seed=0)
-        learned = example.learn(policy, seed=0, steps=12)
+        learned = example.learn(policy, seed=0, steps=10)
+        share = share_of_bound(policy, example.counting()[2][:8])
     assert learned["before"] == pytest.approx(0.26, abs=0.02), "what the model's card says"
     assert learned["after"] - learned["before"] > 0.1
-    assert 0 < learned["apart"] < logprob_bound(policy, example.counting()[2][0])
+    assert 0 < share <= 1
