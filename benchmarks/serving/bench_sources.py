@@ -114,8 +114,9 @@ def share_of_bound(policy: Any, rows: list[Any]) -> float:
 
 
 def logprob_bounds_of(policy: Any, model: Any, row: Any, answer: list[int]) -> list[float]:
-    """How far rounding may move each log-probability of an answer about a picture."""
-    from tests.support.rounding import logprob_bounds
+    """How far rounding may move each log-probability of an answer about a picture: the bound of docs/modes.md, and what
+    the logarithm of a probability moves by that is stored once, which alone is left where that is nearly 1."""
+    from tests.support.rounding import UNIT, logprob_bounds
 
     given = dict(policy.processor(text=[policy.prompt(row[1])], images=[row[0]], return_tensors="pt"))
     prompt, image = given["input_ids"][0].tolist(), model.config.image_token_id
@@ -126,7 +127,7 @@ def logprob_bounds_of(policy: Any, model: Any, row: Any, answer: list[int]) -> l
         return type(model).forward(model, input_ids=input_ids, **pixels, **kinds)
 
     model.forward = forward
-    return logprob_bounds(model, prompt, answer, torch.float32)
+    return [bound + UNIT[torch.float32] for bound in logprob_bounds(model, prompt, answer, torch.float32)]
 
 
 # A push on a GPU
