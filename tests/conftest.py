@@ -154,7 +154,7 @@ def serve(model: TinyModel, log: Path, *flags: str) -> Iterator[Server]:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(url, process, log)
         yield Server(url, model, tuple(model.adapters), log, process)
-        if process.poll() is not None:
+        if process.poll():  # 0: a test has ended it
             pytest.fail(f"the server ended with {process.returncode} while it was asked:\n{log.read_text()[-6000:]}")
     finally:
         process.terminate()
