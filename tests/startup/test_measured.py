@@ -84,7 +84,8 @@ def test_amds_cards_are_no_hoppers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings(path: str, **values: Any) -> Any:
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend="breakable", bs=values.pop("cuda_graph_bs_prefill", [8])))
-    fields = {"attention_backend": "x", "mm_attention_backend": None, "sampling_backend": "flashinfer"}
+    fields: dict[str, Any] = {"attention_backend": "x", "mm_attention_backend": None, "sampling_backend": "flashinfer"}
+    fields["enable_lora_overlap_loading"] = False
     return SimpleNamespace(
         model_path=path, tp_size=1, cuda_graph_backend_prefill=None, cuda_graph_config=graphs, **{**fields, **values}
     )

@@ -129,10 +129,13 @@ async def generate(obj: _sgl.GenerateReqInput, request: Request) -> Any:
 
     Raises:
         UnknownAdapterResponse: one does not.
+        SourceResponse: one does not come from where it is to be fetched.
     """
     if obj.stream:
-        _manager(request).gate.check(obj)
-        _manager(request).adapters.check_names(obj.lora_path)
+        manager = _manager(request)
+        manager.gate.check(obj)
+        await manager.adapters.fetch(obj.lora_path)
+        manager.adapters.check_names(obj.lora_path)
     return await _sgl.http_server.generate_request(obj, request)
 
 

@@ -44,8 +44,6 @@ async def read(request: Any) -> Any:
             manager, path = _manager(request), request.scope["path"]
             request._json = body = accept(read_json(await request.body()), path, manager)
             await manager.adapters.fetch(NAMED.get())
-            if path == "/generate" and _is_names(body.get("lora_path")):  # else it is a stream before it is refused
-                await manager.adapters.fetch(body["lora_path"])
         except VLoraError as error:
             logger.warning("%s: %s", request.scope["path"], error)
             raise HTTPException(error.http_status, str(error)) from None
@@ -134,10 +132,6 @@ def move_head(body: JsonDict, path: str) -> JsonDict:
     sampling = rest.get("sampling_params")
     moved = [_with(asked, one) for one in sampling] if isinstance(sampling, list) else _with(asked, sampling or {})
     return {**rest, "sampling_params": moved}
-
-
-def _is_names(given: Any) -> bool:
-    return isinstance(given, str) or (isinstance(given, list) and all(isinstance(one, str) for one in given if one))
 
 
 def _with(asked: RequestParams, sampling: Any) -> Any:
