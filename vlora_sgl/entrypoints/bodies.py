@@ -42,7 +42,7 @@ async def read(request: Any) -> Any:
     if not hasattr(request, "_json"):
         try:
             manager, path = _manager(request), request.scope["path"]
-            request._json = body = accept(read_json(await request.body()), path, manager)
+            request._json = accept(read_json(await request.body()), path, manager)
             await manager.adapters.fetch(NAMED.get())
         except VLoraError as error:
             logger.warning("%s: %s", request.scope["path"], error)
