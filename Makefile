@@ -2,7 +2,7 @@
 UV := $(shell command -v uv 2>/dev/null || echo $(CURDIR)/.uv/bin/uv)
 PY := .venv/bin/python
 
-# Without bytecode every process compiles the thousands of files it imports (docs/startup.md).
+# Without bytecode every process compiles the thousands of files it imports (docs/design/startup.md).
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo generate-demo test test-engines test-units lint check slow families real soak clean

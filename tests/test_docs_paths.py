@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile")]
 GENERATED = "figures.md"
 """Its commands are of the day of a measurement; tests/benchmarks/test_summary.py has it."""
-PAGES += sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.yaml")])
+PAGES += sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.yaml")])
 PAGES = [page for page in PAGES if page.name != GENERATED]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 FLAGS = {option_string(item) for item in dataclasses.fields(VLoraArgs)}
@@ -125,5 +125,5 @@ def test_a_wrong_name_is_found(text: str) -> None:
 
 
 def test_right_names_are_not_faults() -> None:
-    text = "[x](modes.md#the-mode-switch) --vlora-mode python -m vlora_sgl.export `vlora_sgl.errors` `e2e/test_*.py`"
+    text = "[x](design/modes.md#the-mode-switch) --vlora-mode python -m vlora_sgl.export `vlora_sgl.errors` `e2e/test_*.py`"
     assert faults(text, ROOT / "docs" / "page.md") == []

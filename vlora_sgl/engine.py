@@ -81,7 +81,7 @@ class Engine(_sgl.Engine):
         leftovers.remove(links)
 
     def set_internal_state(self, settings: Mapping[str, float]) -> bool:
-        """Change settings of the running engine: what ``POST /set_internal_state`` takes (docs/policies.md).
+        """Change settings of the running engine: what ``POST /set_internal_state`` takes (docs/design/policies.md).
 
         Returns:
             Whether every rank took them.

@@ -205,7 +205,7 @@ class VLoraArgs:
 
     vision_graphs: int = _flag(
         16,
-        "image sizes whose encoder is kept as a CUDA graph, 0 for none (docs/prefix_cache.md)",
+        "image sizes whose encoder is kept as a CUDA graph, 0 for none (docs/design/prefix_cache.md)",
         type=int,
         metavar="SIZES",
     )

@@ -2,7 +2,7 @@
 
 200 test prompts, a third of them to the base model, are answered greedily in mixed batches unmerged and in mixture, in
 batches of one adapter merged, and by the exported model. transformers + PEFT then reads each answer: every token must
-be its own best one, or lie within rounding of it (docs/modes.md has the bound). Figures:
+be its own best one, or lie within rounding of it (docs/design/modes.md has the bound). Figures:
 
 - ``real.mode_mismatches``: answers, over all modes, with a token that is neither.
 - ``real.max_logit_difference``: of the log-probability of a token, between an engine and the reference.

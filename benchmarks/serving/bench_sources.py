@@ -12,7 +12,7 @@ are not the answer of the version that they say, and pushes that failed. Memory 
 ``rl.reward_gain_points``: of ``examples/rl_counting.py``, points of accuracy on the test set over the base model, in
 the worst of three seeds. ``rl.max_logprob_difference``: the largest difference of a rollout's log-probability, as
 served, from the trainer's, in all steps of all seeds. In the end each difference of 16 answers must be within the
-bound of docs/modes.md for its token.
+bound of docs/design/modes.md for its token.
 
 ``sources.push_over_copy``: a push of rank 64 for a Qwen2.5-VL-7B (323 MB, all linears, 16 bits) through shared memory,
 from the call of ``/reload_lora_adapter`` to the first token of a request that was sent when it answered, less what
@@ -97,7 +97,7 @@ def rl(args: argparse.Namespace) -> None:
 
 
 def share_of_bound(policy: Any, rows: list[Any]) -> float:
-    """The largest difference of a served log-probability from the trainer's, over the bound of docs/modes.md for that
+    """The largest difference of a served log-probability from the trainer's, over the bound of docs/design/modes.md for that
     token: of answers about some pictures."""
     replies = policy.ask(rows, n=1)
     answers = [reply["output_ids"] for reply in replies]
@@ -114,7 +114,7 @@ def share_of_bound(policy: Any, rows: list[Any]) -> float:
 
 
 def logprob_bounds_of(policy: Any, model: Any, row: Any, answer: list[int]) -> list[float]:
-    """How far rounding may move each log-probability of an answer about a picture: the bound of docs/modes.md, and how
+    """How far rounding may move each log-probability of an answer about a picture: the bound of docs/design/modes.md, and how
     far storing the probability once moves its logarithm, which alone is left where it is nearly 1."""
     from tests.support.rounding import UNIT, logprob_bounds
 

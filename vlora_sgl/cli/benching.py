@@ -1,7 +1,7 @@
 """``vlora bench``: this machine, this server beside stock SGLang: one after the other, the same requests.
 
 It says what it did, how far the rounds spread, and what could not be measured. The published figures come from
-``benchmarks/``, with cards and loads of their own (docs/benchmarks.md).
+``benchmarks/``, with cards and loads of their own (docs/design/benchmarks.md).
 """
 
 from __future__ import annotations

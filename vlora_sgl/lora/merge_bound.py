@@ -1,4 +1,4 @@
-"""Whether an adapter may be merged: whether the other rows of a mixture keep the bound of docs/modes.md.
+"""Whether an adapter may be merged: whether the other rows of a mixture keep the bound of docs/design/modes.md.
 
 A row of another adapter runs on ``W = round(W0 + s B A)`` and takes ``s B (A x)`` out again. Two roundings are left
 that the row would not have unmerged: of the weights, ``u |W0 + s B A|``, and of ``h = s A x``, whose error ``u |h|`` B

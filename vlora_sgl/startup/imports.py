@@ -1,7 +1,7 @@
 """What an engine process need not import: packages that cannot work on this machine, models that are not served.
 
 SGLang imports every model it knows and every optional package it finds, in each process. On two CPU cores that is
-most of the time until the first answer (docs/startup.md has the figures).
+most of the time until the first answer (docs/design/startup.md has the figures).
 """
 
 from __future__ import annotations
