@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,20 +52,6 @@ def test_video_analytics_of_any_model(server: Server, tmp_path: Path) -> None:
     assert [row["truth"] for row in rows] == [f"camera moves {way}" for way in ("right", "left", "down")]
     assert "0 of 3 chunks late" in printed and "the server counts 0 of 6 deadlines missed" in printed
     assert Image.open(tmp_path / "analytics.png").size[1] > 300
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Iterator[str]:
-    """The address of the embedded model's server, started as the examples start it."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        from serving import argument_parser, serving
-
-        with serving(argument_parser("").parse_args([])) as served:
-            assert served.embedded and served.trained
-            yield served.backend.url
-    finally:
-        sys.path.remove(str(EXAMPLES))
 
 
 def test_the_embedded_model_answers_better_with_its_adapters(embedded: str) -> None:
