@@ -4,6 +4,9 @@
     python -m benchmarks.campaign --only smoke reuse scale --minutes 9 --out runs/gpu
     python -m benchmarks.campaign --list
 
+A job that ended well in a folder is not run there again, so the same command goes on where it was cut off. What
+docs/evaluation.md still lacks, `python -m benchmarks.evaluation` says.
+
 Times of eager prefills and of HTTP are the host's: such jobs run first and alone, the others beside each other. Every
 job runs in a process group of its own, which is ended at the job's limit. A job writes ``OUT/NAME.log``; all figures
 go to ``OUT/summary.json``, which ``python -m benchmarks.summary --merge OUT/summary.json`` takes over.
@@ -37,6 +40,7 @@ class Job:
         cards: how many it needs.
         alone: whether others would disturb it.
         records: whether it takes ``--summary``.
+        figures: how those that it writes begin.
     """
 
     name: str
@@ -45,30 +49,59 @@ class Job:
     cards: int = 1
     alone: bool = False
     records: bool = True
+    figures: tuple[str, ...] = ()
 
 
 PATIENCE = 30.0
 """Seconds that a job gets to stop its servers and record what it has."""
 
 SERVING, KERNELS = "benchmarks.serving", "benchmarks.kernels"
+STAGE = 480.0
+"""Seconds that a job may take at most: a machine may be lent for little more."""
+
+E2E = f"{SERVING}.bench_e2e --rates 8 --together 2 --out {{out}}"
 JOBS = (
     Job("smoke", f"{SERVING}.smoke_gpu", 240, records=False),
+    Job("families", "benchmarks.families", 480, figures=("families.",)),
     Job(
-        "reuse", f"{SERVING}.bench_reuse --heads --seconds 1 --systems ours --adapters 8 --limit 230", 250, alone=True
+        "reuse",
+        f"{SERVING}.bench_reuse --heads --seconds 1 --systems ours --adapters 8 --limit 230",
+        250,
+        alone=True,
+        figures=("reuse.", "heads.latency"),
     ),
+    Job("heads", f"{SERVING}.bench_heads", 400, alone=True, figures=("heads.",)),
+    Job("video", f"{SERVING}.bench_video", 400, alone=True, figures=("video.",)),
     Job(
         "e2e",
-        f"{SERVING}.bench_e2e --workload retrieval video --heads --skews .6 .1 .9 --rates 8 --seconds 10 --together 2 "
-        "--attention triton --out {out}",
+        f"{E2E} --workload retrieval video --heads --skews .6 .1 .9 --seconds 10 --attention triton",
         400,
         alone=True,
+        figures=("e2e.",),
+    ),
+    Job("default-retrieval", f"{E2E} --workload retrieval --skews .6 --seconds 60", 480, alone=True),
+    Job("default-video", f"{E2E} --workload video --heads --skews .6 --seconds 60", 480, alone=True),
+    Job("default-skews", f"{E2E} --workload retrieval --skews .1 .9 --seconds 60", 480, alone=True),
+    Job(
+        "llava-retrieval",
+        f"{E2E} --shape llava-7b --workload retrieval --skews .6 --seconds 30",
+        480,
+        alone=True,
+        figures=("e2e.llava.retrieval",),
     ),
     Job(
-        "default-e2e",
-        f"{SERVING}.bench_e2e --workload retrieval video --heads --skews .6 .1 .9 --rates 8 --seconds 60 --together 2 "
-        "--out {out}",
-        1200,
+        "llava-video",
+        f"{E2E} --shape llava-7b --workload video --heads --skews .6 --seconds 30",
+        480,
         alone=True,
+        figures=("e2e.llava.video",),
+    ),
+    Job(
+        "llava-uniform",
+        f"{E2E} --shape llava-7b --systems cost off --skews .6 --seconds 12 --uniform",
+        300,
+        alone=True,
+        figures=("e2e.llava.uniform8",),
     ),
     Job(
         "uniform",
@@ -76,21 +109,52 @@ JOBS = (
         "--attention triton --uniform --out {out}/uniform",
         350,
         alone=True,
+        figures=("e2e.uniform8", "e2e.vs_"),
     ),
-    Job("scale", f"{SERVING}.bench_scale throughput loss --out {{out}}/scale", 270, cards=2, alone=True),
-    Job("tp", f"{SERVING}.bench_tp --switches --rounds 3", 200, cards=2),
-    Job("step", f"{KERNELS}.bench_step --attention triton --limit 290", 300),
-    Job("default-step", f"{KERNELS}.bench_step --limit 290", 300),
-    Job("default-long", f"{KERNELS}.bench_step --input 3072 --limit 590", 600),
-    Job("forms", f"{KERNELS}.bench_step --forms --attention triton --limit 290 --rows {{out}}/forms.json", 300),
-    Job("tower", f"{SERVING}.bench_tower --rows {{out}}/tower.json", 200),
-    Job("modes", f"{SERVING}.bench_modes --rank 64 --rounds 2", 240),
-    Job("atmm", f"{KERNELS}.bench_atmm --quick --workers 8", 180),
-    Job("routing", f"{KERNELS}.bench_token_routing", 180),
-    Job("switch", f"{KERNELS}.bench_switch", 60),
-    Job("load", f"{KERNELS}.bench_load", 30),
-    Job("page", f"{SERVING}.bench_page --step", 420, alone=True),
-    Job("search", f"{KERNELS}.bench_search --out {{out}}/tiles.json", 1800),
+    Job("residency", f"{SERVING}.bench_residency --out {{out}}", 480, alone=True, figures=("residency.",)),
+    Job(
+        "scale",
+        f"{SERVING}.bench_scale throughput loss --out {{out}}/scale",
+        270,
+        cards=2,
+        alone=True,
+        figures=("scale.dp2", "scale.requests"),
+    ),
+    Job(
+        "scale4",
+        f"{SERVING}.bench_scale throughput --out {{out}}/scale",
+        400,
+        cards=4,
+        alone=True,
+        figures=("scale.dp4",),
+    ),
+    Job("tp", f"{SERVING}.bench_tp --switches --rounds 3", 200, cards=2, figures=("scale.tp2", "switch.tp2")),
+    Job("step", f"{KERNELS}.bench_step --attention triton --limit 290", 300, figures=("atmm.model.",)),
+    Job("default-step", f"{KERNELS}.bench_step --limit 290", 300, figures=("default.",)),
+    Job("default-long", f"{KERNELS}.bench_step --input 3072 --limit 470", 480, figures=("default.long.",)),
+    Job(
+        "forms",
+        f"{KERNELS}.bench_step --forms --attention triton --limit 290 --rows {{out}}/forms.json",
+        300,
+        figures=("formats.",),
+    ),
+    Job("tower", f"{SERVING}.bench_tower --rows {{out}}/tower.json", 200, figures=("tower.",)),
+    Job("moe", f"{KERNELS}.bench_moe --limit 440 --rows {{out}}/moe.json", 480, figures=("moe.",)),
+    Job("modes", f"{SERVING}.bench_modes --rank 64 --rounds 2", 240, figures=("modes.",)),
+    Job("batching", f"{SERVING}.bench_batching --rows {{out}}/batching.json", 480, figures=("batching.",)),
+    Job(
+        "export",
+        f"{SERVING}.bench_export --shares 0 .4 .8 1 --rows {{out}}/export.jsonl",
+        480,
+        alone=True,
+        figures=("bake.hot1_latency_vs_sglang",),
+    ),
+    Job("atmm", f"{KERNELS}.bench_atmm --quick --workers 8", 180, figures=("atmm.",)),
+    Job("routing", f"{KERNELS}.bench_token_routing", 180, figures=("routing.",)),
+    Job("switch", f"{KERNELS}.bench_switch", 60, figures=("switch.",)),
+    Job("load", f"{KERNELS}.bench_load", 30, figures=("load.",)),
+    Job("page", f"{SERVING}.bench_page --step", 420, alone=True, figures=("page.",)),
+    Job("search", f"{KERNELS}.bench_search --budget 420 --out {{out}}/tiles.json", 480, figures=("atmm.search",)),
 )
 
 
@@ -118,6 +182,7 @@ class Campaign:
             if job.cards > len(self.cards):
                 self._say(job, f"left out: needs {job.cards} cards")
         left = [job for job in jobs if job.cards <= len(self.cards)]
+        left = [job for job in left if not self._has_run(job)]
         for job in [job for job in left if job.alone or job.cards > 1]:
             self._run_one(job, self.cards[: job.cards])
         shared = iter([job for job in left if not job.alone and job.cards == 1])
@@ -135,6 +200,16 @@ class Campaign:
             thread.start()
         for thread in lanes:
             thread.join()
+
+    def _has_run(self, job: Job) -> bool:
+        if not self._mark(job).exists():
+            return False
+        self._say(job, "status 0, before")
+        return True
+
+    def _mark(self, job: Job) -> Path:
+        """Says that a job has ended well."""
+        return self.out / f"{job.name}.done"
 
     def _run_one(self, job: Job, cards: Sequence[str]) -> None:
         limit = min(job.seconds, self.until - time.monotonic())
@@ -157,6 +232,9 @@ class Campaign:
         if summary.exists():
             with self._lock:
                 merge(summary, self.out / "summary.json")
+            summary.unlink()
+        if ended == "status 0":
+            self._mark(job).touch()
         self._say(job, f"{ended} after {time.monotonic() - began:.0f} s")
 
     def _say(self, job: Job, text: str) -> None:

@@ -98,7 +98,7 @@ def record(
     """Append one figure and return its row.
 
     Args:
-        name: the figure's name, exactly as the issue that asks for it spells it.
+        name: the figure's name, exactly as the documents spell it.
         value: the measured number.
         unit: its unit, ``ratio`` for a quotient of one run on one card.
         higher_is_better: the direction of an improvement.

@@ -97,8 +97,8 @@ def rl(args: argparse.Namespace) -> None:
 
 
 def share_of_bound(policy: Any, rows: list[Any]) -> float:
-    """The largest difference of a served log-probability from the trainer's, over the bound of docs/design/modes.md for that
-    token: of answers about some pictures."""
+    """The largest difference of a served log-probability from the trainer's, over that token's bound
+    (docs/design/modes.md), of answers about some pictures."""
     replies = policy.ask(rows, n=1)
     answers = [reply["output_ids"] for reply in replies]
     with torch.no_grad():
@@ -114,8 +114,8 @@ def share_of_bound(policy: Any, rows: list[Any]) -> float:
 
 
 def logprob_bounds_of(policy: Any, model: Any, row: Any, answer: list[int]) -> list[float]:
-    """How far rounding may move each log-probability of an answer about a picture: the bound of docs/design/modes.md, and how
-    far storing the probability once moves its logarithm, which alone is left where it is nearly 1."""
+    """How far rounding may move each log-probability of an answer about a picture: its bound (docs/design/modes.md), and
+    how far storing the probability once moves its logarithm, which alone is left where it is nearly 1."""
     from tests.support.rounding import UNIT, logprob_bounds
 
     given = dict(policy.processor(text=[policy.prompt(row[1])], images=[row[0]], return_tensors="pt"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.campaign import JOBS, Campaign, Job, main
+from benchmarks.campaign import JOBS, STAGE, Campaign, Job, main
 from benchmarks.summary import read
 
 FAKE = "tests.support.one_figure"
@@ -36,6 +36,10 @@ def test_lanes_quiet_jobs_limits_and_figures(tmp_path: Path) -> None:
     beside = {row["name"]: row["value"] for row in read(tmp_path / "out" / "summary.json")}
     assert beside.keys() == {"left", "right", "quiet", "both", "fails"}
     assert beside["quiet"] == beside["both"] == 0 and max(beside["left"], beside["right"]) == 1
+    again = Campaign(tmp_path / "out", ["0", "1"], time.monotonic() + 120)
+    again.run([job for job in jobs if job.name in ("left", "quiet", "fails")])
+    results = {name: text.partition(" after")[0] for name, text in again.results.items()}
+    assert results == {"left": "status 0, before", "quiet": "status 0, before", "fails": "status 3"}
     late = Campaign(tmp_path / "late", ["0"], time.monotonic() + 1)
     late.run(jobs[:1])
     assert late.results == {"left": "left out: no time"}
@@ -47,6 +51,7 @@ def test_every_job_names_a_benchmark_that_takes_its_flags(capsys: pytest.Capture
     assert main(["--list"]) == 0
     listed = capsys.readouterr().out
     for job in JOBS:
+        assert job.seconds <= STAGE
         module = job.command.split()[0]
         spec = importlib.util.find_spec(module)
         assert spec is not None and spec.origin is not None and f"{job.name} " in listed

@@ -91,7 +91,9 @@ def _accelerators() -> Iterator[Finding]:
     for name, memory, driver in cards:
         tiles = ROOT / "kernels" / "tiling_tables"
         known = any(_plain(name) in _plain(path.name) for path in tiles.glob("*.json")) if tiles.is_dir() else False
-        advice = "tiles measured for it" if known else "tiles of the nearest card; search your own: docs/design/atmm.md"
+        advice = (
+            "tiles measured for it" if known else "tiles of the nearest card; search your own: docs/design/atmm.md"
+        )
         yield Finding("ok" if known else "note", "GPU", f"{name}, {memory}, driver {driver}", advice)
     if cards:
         flashinfer = _version("flashinfer-python")
