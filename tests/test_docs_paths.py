@@ -128,3 +128,9 @@ def test_right_names_are_not_faults() -> None:
     text = "[x](design/modes.md#the-mode-switch) "
     text += "--vlora-mode python -m vlora_sgl.export `vlora_sgl.errors` `e2e/test_*.py`"
     assert faults(text, ROOT / "docs" / "page.md") == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_lines_wrap(page: Path) -> None:
+    lines = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+    assert [line for line in lines if len(line) > 119 and not line.startswith(("|", "!")) and "](" not in line] == []

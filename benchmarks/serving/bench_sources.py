@@ -114,8 +114,10 @@ def share_of_bound(policy: Any, rows: list[Any]) -> float:
 
 
 def logprob_bounds_of(policy: Any, model: Any, row: Any, answer: list[int]) -> list[float]:
-    """How far rounding may move each log-probability of an answer about a picture: its bound (docs/design/modes.md), and
-    how far storing the probability once moves its logarithm, which alone is left where it is nearly 1."""
+    """How far rounding may move each log-probability of an answer about a picture.
+
+    That is its bound (docs/design/modes.md), and how far storing the probability once moves its logarithm, which alone
+    is left where it is nearly 1."""
     from tests.support.rounding import UNIT, logprob_bounds
 
     given = dict(policy.processor(text=[policy.prompt(row[1])], images=[row[0]], return_tensors="pt"))
