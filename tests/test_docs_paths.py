@@ -130,7 +130,7 @@ def test_right_names_are_not_faults() -> None:
     assert faults(text, ROOT / "docs" / "page.md") == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name)
 def test_lines_wrap(page: Path) -> None:
     lines = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
     assert [line for line in lines if len(line) > 119 and not line.startswith(("|", "!")) and "](" not in line] == []
