@@ -51,7 +51,7 @@ def street(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("inspector", "street")
-@pytest.mark.parametrize("page", ["lang.md", "openai.md"])
+@pytest.mark.parametrize("page", ["programs.md", "serve.md"])
 def test_every_snippet_runs(page: str, server: Server) -> None:
     names: dict[str, Any] = {}
     pieces = snippets(page, "python")
@@ -70,9 +70,9 @@ def test_every_snippet_runs(page: str, server: Server) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the snippets call curl")
 @pytest.mark.usefixtures("inspector", "street")
 def test_every_curl_snippet_is_answered(server: Server) -> None:
-    pieces = snippets("openai.md", "sh")
+    pieces = snippets("serve.md", "sh")
     assert len(pieces) == 2
     for line, _, code in pieces:
         command = code.replace(ADDRESS, server.url).replace("curl ", "curl -sS --fail-with-body ")
         done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, env=os.environ, timeout=60)
-        assert done.returncode == 0, f"{DOCS}/openai.md:{line}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{DOCS}/serve.md:{line}: {done.stdout}{done.stderr}"
