@@ -84,6 +84,16 @@ class Versions:
             raise RequestError(f"shares of {self.name} must be 1 at most together; got {shares}")
         self.shares = {one: part for one, part in shares.items() if part}
 
+    def is_to_lead(self, number: int, share: float) -> bool:
+        """Whether an order to promote a version to this share makes it the current one; else it is followed here."""
+        if number == self.current:
+            self.shares = {}
+        elif share < 1:
+            self.try_out(number, share)
+        else:
+            return True
+        return False
+
     def promote(self, number: int) -> dict[str, str]:
         """Let the plain name mean another of the loaded versions, for everybody.
 

@@ -109,7 +109,7 @@ def seeing(family: Served, tmp_path_factory: pytest.TempPathFactory) -> tuple[Se
     picture that each answers differently."""
     kind, server, reference = family
     if kind.base not in ("llava", "internvl"):
-        pytest.skip("its tower takes no adapters, or is tested elsewhere")
+        pytest.skip("its tower is one of a Qwen model (test_tower.py), or takes no adapters (models.md)")
     root = tmp_path_factory.mktemp("towers")
     for seed, (name, targets) in enumerate(TOWERS.items(), start=5):
         base = load(reference.name, reference.directory)

@@ -95,11 +95,7 @@ class Catalogue:
     def promote(self, name: str, number: int, share: float, drop: bool) -> None:
         """As ``AdapterLifecycle.promote``."""
         versions = self.versions[name]
-        if number == versions.current:
-            versions.shares = {}
-        elif share < 1:
-            versions.try_out(number, share)
-        else:
+        if versions.is_to_lead(number, share):
             names = versions.promote(number)
             self.paths |= {names[key]: self.paths.pop(key) for key in names}
             self.files |= {names[key]: self.files.pop(key) for key in names if key in self.files}

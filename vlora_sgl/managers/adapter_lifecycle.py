@@ -533,11 +533,7 @@ class AdapterLifecycle:
         if refusal := self._why_fixed(plain):
             return refusal
         versions = self.versions[plain]
-        if number == versions.current:
-            versions.shares = {}
-        elif share < 1:
-            versions.try_out(number, share)
-        else:
+        if versions.is_to_lead(number, share):
             await self._swap(versions, number)
             if drop:
                 behind(self._leave(self._taken(versions, versions.others & {versions.before})))
