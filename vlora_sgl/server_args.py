@@ -75,7 +75,7 @@ class VLoraArgs:
         metavar="FILE",
     )
     max_routed: int = _flag(
-        4,
+        16,
         "routed adapters (members chosen token by token) that can be loaded at once; 0 leaves their kernel out "
         "of the graphs",
         type=int,

@@ -11,17 +11,23 @@ import requests
 import torch
 from PIL import Image
 
-from tests.conftest import Server
+from tests.conftest import Server, TinyModel
 from tests.e2e.test_prefix_sharing import together
+from tests.e2e.test_reuse import load, unload
 from tests.e2e.test_serving import encoded, picture, prompt
+from tests.support.engine_runs import EngineProcess
+from tests.support.modes import CHUNK, TOKENS, ask
+from tests.support.modes import TEXT as LONG
 from tests.support.reference import Reference
+from tests.support.tiny_random import make_adapter
 from vlora_sgl.routed.peft import RoutedModel
 from vlora_sgl.routed.spec import read_routed, write_routed
 from vlora_sgl.routed.token_router import Router
 
 pytestmark = pytest.mark.e2e
 
-NAMES = ("by-modality", "by-prefix", "by-token-two")
+NAMES = ("by-modality", "by-position", "by-prefix", "four-of-six", "by-token-two")
+MORE = "CDEF"
 TEXT, PICTURE = prompt("How many objects are there? Is there a cat?", image=True), picture(5)
 
 
@@ -29,53 +35,67 @@ class RoutedReference(Reference):
     """transformers + PEFT with every adapter, and a routed adapter of them."""
 
     def routed_answer(
-        self, directory: Path, name: str, text: str, image: Image.Image
+        self, directory: Path, name: str, text: str, image: Image.Image | None = None, tokens: int = 16
     ) -> tuple[list[int], RoutedModel]:
         """Greedy tokens, and the routed adapter after its last forward."""
         config = self.model.get_base_model().config.get_text_config()
         routed = RoutedModel(self.model, read_routed(directory, name, config.hidden_size, config.vocab_size))
         with routed.applied():
-            return self.generate(text, None, image), routed
+            return self.generate(text, None, image, tokens), routed
 
 
 @pytest.fixture(scope="module")
 def routed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Directories of three routed adapters of A and B, loaded."""
+    """Directories of routed adapters of A and B, and of six adapters, loaded."""
     root = tmp_path_factory.mktemp("routed")
+    for seed, name in enumerate(MORE, start=3):
+        load(server, name, make_adapter(root / name, server.model.path, seed))
     hidden = json.loads((server.model.path / "config.json").read_text())["text_config"]["hidden_size"]
-    by_modality = root / "by-modality"
-    by_modality.mkdir()
-    data = {"format": 1, "router": "vocabulary", "members": ["A", "B"], "modalities": {"image": "B", "text": "A"}}
-    (by_modality / "vlora_routed.json").write_text(json.dumps(data))
-    for name, context, top_k in (("by-prefix", "prefix", 1), ("by-token-two", "token", 2)):
+    rules: dict[str, object] = {"members": ["A", "B"], "modalities": {"image": "B", "text": "A"}}
+    write_rules(root / "by-modality", **rules)
+    places = [{"from": 0, "to": 8, "member": "B"}, {"from": 30, "to": 34, "member": "B"}]
+    write_rules(root / "by-position", members=["A", "B"], modalities={"image": "A"}, positions=places)
+    for name, members, context, top_k in (
+        ("by-prefix", "AB", "prefix", 1),
+        ("by-token-two", "AB", "token", 2),
+        ("four-of-six", "AB" + MORE, "token", 4),
+    ):
         torch.manual_seed(11)
-        router = Router(hidden, 2, context)
+        router = Router(hidden, len(members), context)
         with torch.no_grad():
             router.w2.mul_(20)
-        write_routed(root / name, ["A", "B"], router, top_k)
+        write_routed(root / name, list(members), router, top_k)
     for name in NAMES:
         reply = requests.post(
             f"{server.url}/load_lora_adapter", json={"lora_name": name, "lora_path": str(root / name)}, timeout=60
         )
         assert reply.status_code == 200 and "a routed adapter of A, B" in reply.json()["report"], reply.text
     yield {name: root / name for name in NAMES}
-    for name in NAMES:
-        reply = requests.post(f"{server.url}/unload_lora_adapter", json={"lora_name": name}, timeout=60)
-        assert reply.status_code == 200, reply.text
+    for name in (*NAMES, *MORE):
+        unload(server, name)
+
+
+def write_rules(directory: Path, **rules: object) -> None:
+    """A routed adapter that decides by rules."""
+    directory.mkdir()
+    (directory / "vlora_routed.json").write_text(json.dumps({"format": 1, "router": "vocabulary", **rules}))
 
 
 def test_a_routed_adapter_equals_transformers_alone_cached_and_in_company(
     server: Server, routed: dict[str, Path]
 ) -> None:
-    reference = RoutedReference(server.model.path, server.model.adapters)
+    more = {name: routed["by-prefix"].parent / name for name in MORE}
+    reference = RoutedReference(server.model.path, {**server.model.adapters, **more})
     expected = {name: reference.generate(TEXT, name, PICTURE) for name in (None, "A", "B")}
     for name, directory in routed.items():
         expected[name], model = reference.routed_answer(directory, name, TEXT, PICTURE)
         if name == "by-token-two":
             assert bool((model.weights > 0).all())
+        if name == "four-of-six":
+            assert bool(((model.weights > 0).sum(-1) == 4).all())
     used = reference.routed_answer(routed["by-prefix"], "by-prefix", TEXT, PICTURE)[1]
     assert expected["by-modality"] not in (expected["A"], expected["B"]) and used is not None
-    assert len({tuple(ids) for ids in expected.values()}) >= 5, "routed adapters must differ from their members"
+    assert len({tuple(ids) for ids in expected.values()}) >= 7, "routed adapters must differ from their members"
 
     server.flush()
     shown = {"image_data": encoded(PICTURE)}
@@ -135,3 +155,33 @@ def test_a_routed_adapter_is_loaded_after_its_members_and_keeps_them(server: Ser
         f"{server.url}/load_lora_adapter", json={"lora_name": "stranger", "lora_path": str(stranger)}, timeout=60
     )
     assert refused.status_code == 400 and "nobody" in refused.text
+
+
+@pytest.mark.parametrize("context", ["prefix", "token"])
+def test_chunks_modes_and_plain_neighbours_leave_a_routed_adapters_answer_alone(
+    modes_engine: EngineProcess, tiny_model: TinyModel, mode_adapters: dict[str, Path], tmp_path: Path, context: str
+) -> None:
+    """Three members a token, cold and from the prefix cache, while any of them may be merged."""
+    members = {name: mode_adapters[name] for name in ("all", "attention", "mlp")}
+    reference = RoutedReference(tiny_model.path, members)
+    hidden = reference.model.get_base_model().config.get_text_config().hidden_size
+    torch.manual_seed(5)
+    router = Router(hidden, 3, context)
+    with torch.no_grad():
+        router.w2.mul_(5)
+    write_routed(tmp_path / "routed", list(members), router, 3)
+    expected = reference.routed_answer(tmp_path / "routed", "routed", LONG, tokens=TOKENS)[0]
+    plain = {name: reference.generate(LONG, name, tokens=TOKENS) for name in (None, "all")}
+    assert expected not in plain.values()
+    assert modes_engine.load("routed", tmp_path / "routed") is None
+    names = ["routed", "all", None, "all", "routed"]
+    wanted = [{"routed": expected, **plain}[name] for name in names]
+    for mode in ("unmerged", "merged", "mixture"):
+        modes_engine.force_mode(mode)
+        modes_engine.flush()
+        for cached in (False, True):
+            run = ask(modes_engine, names)
+            assert [answer["output_ids"] for answer in run.answers] == wanted, (mode, cached)
+            assert all((answer["meta_info"]["cached_tokens"] > CHUNK) == cached for answer in run.answers[:1])
+        assert any(step.kind == "prefill" and step.tokens <= CHUNK for step in run.steps)
+    assert modes_engine.unload("routed") is None

@@ -32,6 +32,7 @@ class RoutedModel:
         temperature: ``None``: weights are the ones served. Else, for training a learned router, its softmax of the
             mean votes at this temperature weighs all members.
         straight: with a temperature, weights are the ones served, and that softmax only gives their gradient.
+        means: [B, T, members], the mean votes that decide, not rounded; with a temperature only.
         probabilities: [B, T, members], that softmax, of the latest forward.
     """
 
@@ -41,6 +42,7 @@ class RoutedModel:
         self.straight = False
         self.weights = torch.zeros(0)
         self.votes = torch.zeros(0)
+        self.means = torch.zeros(0)
         self.probabilities = torch.zeros(0)
         self._ids = torch.zeros(0)
         self._total: Tensor | int = 0
@@ -75,14 +77,15 @@ class RoutedModel:
         if x.shape[1] > 1:
             self._total, self._count = 0, 0  # a prompt: a new sequence
         if self.spec.router is None:
-            self.weights = self._by_table()
+            self.weights = self._by_rules()
+            self._count += x.shape[1]
             return
         self.votes = self.spec.router(x)
         self.weights = self._served()
         if self.temperature is not None:
             count = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
-            mean = self.votes.cumsum(1) / count if self.spec.router.context == "prefix" else self.votes
-            self.probabilities = (mean / self.temperature).softmax(-1)
+            self.means = self.votes.cumsum(1) / count if self.spec.router.context == "prefix" else self.votes
+            self.probabilities = (self.means / self.temperature).softmax(-1)
             slope = self.probabilities - self.probabilities.detach()
             self.weights = self.weights + slope if self.straight else self.probabilities
 
@@ -99,7 +102,7 @@ class RoutedModel:
             self._total, self._count = votes[:, -1:], self._count + length
         return top_weights(votes.flatten(0, 1), count.flatten(), self.spec.top_k).view(votes.shape)
 
-    def _by_table(self) -> Tensor:
+    def _by_rules(self) -> Tensor:
         config, ids, modalities = self.model.get_base_model().config, self._ids, self.spec.modalities
         member = torch.full_like(ids, modalities.get("text", -1))
         for first, end, chosen in self.spec.ranges:
@@ -108,6 +111,9 @@ class RoutedModel:
             token = getattr(config, f"{modality}_token_id", None)
             if token is not None:
                 member = torch.where(ids == token, modalities.get(modality, -1), member)
+        place = torch.arange(ids.shape[1], device=ids.device) + self._count
+        for first, end, chosen in self.spec.positions:
+            member = torch.where((place >= first) & (place < end), chosen, member)
         return (member[..., None] == torch.arange(len(self.spec.members), device=ids.device)).float()
 
     def _adder(self, layer: Any) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
@@ -115,16 +121,17 @@ class RoutedModel:
         here = [(k, name) for k, name in enumerate(self.spec.members) if name in layer.lora_A]
         if not here:
             return lambda _, inputs, output: output
-        a = torch.cat([layer.lora_A[name].weight.detach() for _, name in here])
-        b = torch.cat([layer.lora_B[name].weight.detach() * layer.scaling[name] for _, name in here], 1)
         owner = torch.tensor(
-            [k for k, name in here for _ in range(len(layer.lora_A[name].weight))], device=a.device
-        )  # of each row of a
+            [k for k, name in here for _ in range(len(layer.lora_A[name].weight))],
+            device=next(layer.lora_A.parameters()).device,
+        )  # of each row of A
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             x = inputs[0]
             if x.shape[:2] != self.weights.shape[:2]:
                 return output  # another tower's tokens
+            a = torch.cat([layer.lora_A[name].weight for _, name in here])
+            b = torch.cat([layer.lora_B[name].weight * layer.scaling[name] for _, name in here], 1)
             low = (x.to(a.dtype) @ a.T) * self.weights[..., owner].to(a.dtype)
             return output + (low @ b.T).to(output.dtype)
 

@@ -1,7 +1,8 @@
 """From the weights of routed rows to the operator's row groups, after their token router has decided.
 
-On a GPU the host does not know the decision and does not wait for it: rows are sorted by member tuple on the device,
-into as many tiles as could be needed at most (``tiles``). Grouping by tuple lets the grouped kernels stay as they are.
+On a GPU the host does not know the decision and does not wait for it: rows are sorted by the slots they apply on the
+device, into as many tiles as could be needed at most (``tiles``). A row that gets several members applies them
+together where its routed adapter has few sets of so many; else one after the other, in a pass of the operator each.
 """
 
 from __future__ import annotations
@@ -9,37 +10,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import comb
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 
 from vlora_sgl.kernels.atmm import Group, Pairs, Routing
 from vlora_sgl.kernels.atmm.row_routing import grouped_tables, slot_word
-from vlora_sgl.routed.tiles import BLOCK, CHUNK, MAX_TUPLES, NEXT_USED, tiles_kernel
+from vlora_sgl.routed.spec import MAX_TOP_K
+from vlora_sgl.routed.tiles import BLOCK, MAX_TUPLES, tiles_kernel
 from vlora_sgl.routed.token_router import MAX_MEMBERS
 
+CELLS = 1 << 14
+"""Rows times targets that a program of ``tiles_kernel`` compares at once."""
 ALIGN = 128
 """Bytes, of a table in a buffer of several: a kernel is compiled anew for a pointer that 16 does not divide."""
+
+BINOMIALS = np.asarray([[comb(k, rank + 1) for rank in range(MAX_TOP_K)] for k in range(MAX_MEMBERS)], dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Rows that a routed adapter has routed.
+    """A routed adapter that rows of a batch belong to.
 
     Attributes:
-        rows: [n] int64, on the device.
-        weights: [n, K] float32, at most ``top_k`` of each row not zero.
+        index: its number, as rows name it.
         slots: [K] pool slot of each member.
         top_k: members per row at most.
-        always: pairs that every one of these rows applies besides (a merged adapter, taken out).
     """
 
-    rows: torch.Tensor
-    weights: torch.Tensor
-    slots: Sequence[int]
+    index: int
+    slots: tuple[int, ...]
     top_k: int
-    always: Pairs = ()
+
+    @property
+    def width(self) -> int:
+        """Members that a row applies in one pass: as many as leave few enough sets to sort rows by."""
+        sizes = range(self.top_k, 1, -1)
+        few = (w for w in sizes if self.top_k % w == 0 and comb(len(self.slots), w) <= MAX_TUPLES)
+        return next(few, 1)
+
+    @property
+    def passes(self) -> int:
+        """Passes of the operator."""
+        return self.top_k // self.width
 
 
 def others(groups: Sequence[Group], rows: int, routed: np.ndarray) -> list[Group]:
@@ -50,86 +66,162 @@ def others(groups: Sequence[Group], rows: int, routed: np.ndarray) -> list[Group
     return [(numbers, pairs) for numbers, pairs in left if len(numbers)]
 
 
-def host_groups(parts: Sequence[Routed], others: Sequence[Group]) -> list[Group]:
+def host_groups(
+    weights: torch.Tensor, routed: torch.Tensor, parts: Sequence[Routed], always: Pairs, others: Sequence[Group]
+) -> list[Group]:
     """A CPU's row groups: those of all other rows, and one group per member of every routed adapter.
 
     A row may then lie in several groups, and a pair's weight may be a column, one per row: ``atmm_torch`` adds up.
+
+    Args:
+        weights: [M, MAX_MEMBERS] float32; routed: [M], the number of each row's routed adapter, or -1.
+        always: pairs that every routed row applies besides (a merged adapter, taken out).
     """
     found = list(others)
     for part in parts:
-        rows = part.rows.numpy().astype(np.int32)
-        if part.always:
-            found.append((rows, part.always))
+        mine = routed == part.index
+        if always:
+            found.append((torch.nonzero(mine)[:, 0].numpy().astype(np.int32), always))
         for k, slot in enumerate(part.slots):
-            chosen = part.weights[:, k] != 0
-            if bool(chosen.any()):
-                weight = part.weights[chosen, k]
+            chosen = torch.nonzero(mine & (weights[:, k] != 0))[:, 0]
+            if len(chosen):
+                weight = weights[chosen, k]
                 gate: Any = 1.0 if bool((weight == 1).all()) else weight[:, None]
-                found.append((rows[chosen.numpy()], ((slot, gate),)))
+                found.append((chosen.numpy().astype(np.int32), ((slot, gate),)))
     return found
 
 
-def device_tiles(routing: Routing, parts: Sequence[Routed], others: Sequence[Group]) -> Routing:
+class Dispatch:
+    """What the host knows of the targets of routed rows: sets of slots, shared by all routed adapters of a batch.
+
+    Args:
+        routing: the batch's, for the slots' places, ranks and scalings.
+        always: pairs that every routed row applies besides.
+        capacity: routed adapters that rows may name.
+
+    Attributes:
+        passes: of the operator.
+        words: [targets, P] int32, the slot words of every target; the first one's rows have no member.
+    """
+
+    def __init__(self, routing: Routing, parts: Sequence[Routed], always: Pairs, capacity: int) -> None:
+        self.passes, self.always = max(part.passes for part in parts), always
+        self.widths = np.ones(capacity, dtype=np.int32)
+        self.targets = np.full((capacity, MAX_TUPLES), -1, dtype=np.int32)
+        self.scales = np.zeros((capacity, MAX_MEMBERS), dtype=np.float32)
+        numbers: dict[tuple[int, ...], int] = {(): 0}
+        for part in parts:
+            self.widths[part.index] = part.width
+            self.scales[part.index, : len(part.slots)] = [routing.scalings[slot] for slot in part.slots]
+            for chosen in combinations(range(len(part.slots)), part.width):
+                words = tuple(slot_word(routing.places[part.slots[k]], routing.ranks[part.slots[k]]) for k in chosen)
+                at = sum(int(BINOMIALS[k, rank]) for rank, k in enumerate(chosen))
+                self.targets[part.index, at] = numbers.setdefault(words, len(numbers))
+        first = [slot_word(routing.places[slot], routing.ranks[slot]) for slot, _ in always]
+        width = len(first) + max(map(len, numbers))
+        self.words = np.zeros((len(numbers), width), dtype=np.int32)
+        for words, at in numbers.items():
+            self.words[at, : len(first) + len(words)] = [*first, *words]
+        self.always_gates = np.asarray([w * routing.scalings[slot] for slot, w in always], dtype=np.float32)
+
+    def shared(self) -> list[np.ndarray]:
+        """What the kernel reads in every pass: widths, targets, scales, binomials, gates of what rows always apply."""
+        gates = self.always_gates if len(self.always) else np.zeros(1, dtype=np.float32)
+        return [self.widths, self.targets, self.scales, BINOMIALS, gates]
+
+    def words_of(self, number: int, width: int) -> np.ndarray:
+        """[targets, width]: the words of a pass. What rows always apply, they apply in the first."""
+        own = self.words if number == 0 else self.words[:, len(self.always) :]
+        words = np.zeros((len(own), width), dtype=np.int32)
+        words[:, : own.shape[1]] = own
+        return words
+
+
+def device_tiles(
+    routing: Routing, weights: torch.Tensor, routed: torch.Tensor, dispatch: Dispatch, others: Sequence[Group]
+) -> Routing:
     """The grouped kernels' tables, with the routed rows in tiles made on the device; no wait for the host.
 
-    The host writes the tables as far as it knows them and sends them in one copy; a kernel per part does the rest.
+    The host writes the tables as far as it knows them and sends them in one copy; a kernel a pass does the rest.
 
     Args:
         routing: the batch's, as the host knows it.
-        parts: the routed rows.
+        weights: [M, MAX_MEMBERS] float32; routed: [M] int32, the number of each row's routed adapter, or -1.
         others: the groups of all other rows.
     """
-    tuples = [_tuples_of(part, routing) for part in parts]
-    known = grouped_tables(others, routing.ranks, routing.scalings, routing.places, BLOCK)
-    first, width = len(known[0]), max(known[1].shape[1], *(words.shape[1] for words in tuples))
-    # A tuple's last tile may be partly filled; one without rows has no tile.
-    count = first + sum(
-        len(part.rows) // BLOCK + min(len(words), len(part.rows)) for part, words in zip(parts, tuples, strict=True)
-    )
-    rows = np.full((count, BLOCK), -1, dtype=np.int32)
-    slots = np.zeros((count, width), dtype=np.int32)
-    gates = np.zeros((count, width, BLOCK), dtype=np.float32)
-    for table, values in zip((rows, slots[:, : known[1].shape[1]], gates[:, : known[2].shape[1]]), known, strict=True):
-        table[:first] = values
-    used = np.full(NEXT_USED * len(parts) + 1, first, dtype=np.int32)
-    scales = [np.asarray([routing.scalings[slot] for slot in part.slots], dtype=np.float32) for part in parts]
-    always = [np.asarray([w * routing.scalings[slot] for slot, w in part.always], dtype=np.float32) for part in parts]
-    tile_rows, tile_gates, tile_slots, n_tiles, *own = put(
-        [rows, gates, slots, used, *tuples, *scales, *always], parts[0].rows.device
-    )
-    k = len(parts)
-    for p, part in enumerate(parts):
-        tiles_kernel[(len(tuples[p]),)](
-            tile_rows, tile_gates, tile_slots, n_tiles[NEXT_USED * p :],
-            part.weights, part.rows, own[p], own[k + p], own[2 * k + p],
-            len(part.rows), len(part.slots), part.top_k, len(part.always), width,
-            MEMBERS=MAX_MEMBERS, TUPLES=MAX_TUPLES, BLOCK=BLOCK, CHUNK=CHUNK, NEXT_USED=NEXT_USED, num_warps=8,
-        )  # fmt: skip
-    return replace(
-        routing, tile_rows=tile_rows, tile_slots=tile_slots, tile_gates=tile_gates, n_tiles=n_tiles[NEXT_USED * k :]
-    )
+    shared = dispatch.shared()
+    taken = len(routed) - sum(len(numbers) for numbers, _ in others)
+    # A target's last tile may be partly filled; one without rows has no tile.
+    most = taken // BLOCK + min(len(dispatch.words), taken)
+    arrays: list[np.ndarray] = []
+    for number in range(dispatch.passes):
+        groups = others if number == 0 else []
+        known = grouped_tables(groups, routing.ranks, routing.scalings, routing.places, BLOCK)
+        tables = _with_room(known, most, dispatch.words.shape[1] - len(dispatch.always) * (number > 0))
+        count = np.asarray([len(known[0])], dtype=np.int32)
+        arrays += [*tables, count, count, dispatch.words_of(number, tables[1].shape[1])]
+    placed = put([*shared, *arrays], weights.device)
+    made = []
+    for number in range(dispatch.passes):
+        tile_rows, tile_slots, tile_gates, known_tiles, n_tiles, words = placed[len(shared) + 6 * number :][:6]
+        view = replace(routing, tile_rows=tile_rows, tile_slots=tile_slots, tile_gates=tile_gates, n_tiles=n_tiles)
+        always = len(dispatch.always) if number == 0 else 0
+        fill_tiles(view, known_tiles, weights, routed, placed[: len(shared)], words, number, always)
+        made.append(view)
+    return replace(made[0], more=tuple(made[1:]))
 
 
-def _tuples_of(part: Routed, routing: Routing) -> np.ndarray:
-    """[tuples, P] int32: the slot words that a row with each tuple of members applies, 0 for none."""
-    members = range(len(part.slots))
-    chosen = combinations(members, 2) if part.top_k > 1 else [(), *((k,) for k in members)]
+def fill_tiles(
+    view: Routing,
+    known: torch.Tensor,
+    weights: torch.Tensor,
+    routed: torch.Tensor,
+    shared: Sequence[torch.Tensor],
+    words: torch.Tensor,
+    number: int,
+    always: int,
+) -> None:
+    """Put routed rows into the tiles of ``view`` behind the ``known`` ones; one launch, nothing allocated.
 
-    def words(slots: Sequence[int]) -> list[int]:
-        return [slot_word(routing.places[slot], routing.ranks[slot]) for slot in slots]
+    Args:
+        known: [1] int32; the number of all goes to ``view.n_tiles``.
+        shared, words: of the ``Dispatch``.
+        number: of the pass.
+        always: slots that every row applies in it first.
+    """
+    assert view.tile_rows is not None and view.tile_slots is not None
+    widths, targets, scales, binomials, gates = shared
+    size = triton.next_power_of_2(max(len(words), 16))
+    tiles_kernel[(len(words),)](
+        view.tile_rows, view.tile_gates, view.tile_slots, known, view.n_tiles, weights, routed, widths, targets,
+        scales, words, gates, binomials, len(routed), number, always, view.tile_slots.shape[1],
+        MEMBERS=MAX_MEMBERS, TUPLES=MAX_TUPLES, TARGETS=size, BLOCK=view.tile_rows.shape[1],
+        CHUNK=max(64, min(512, CELLS // size)), num_warps=8,
+    )  # fmt: skip
 
-    always = words([slot for slot, _ in part.always])
-    named = [words([part.slots[k] for k in one]) for one in chosen]
-    return np.asarray([always + one + [0] * (part.top_k - len(one)) for one in named], dtype=np.int32)
+
+def _with_room(known: Sequence[np.ndarray], more: int, width: int) -> list[np.ndarray]:
+    """Tables of these tiles and room for ``more``, with ``width`` slots a row at least."""
+    rows, slots, gates = known
+    count, width = len(rows) + more, max(width, slots.shape[1])
+    found = [np.empty((count, BLOCK), np.int32), np.zeros((count, width), np.int32)]
+    found.append(np.zeros((count, width, BLOCK), np.float32))
+    found[0][: len(rows)], found[1][: len(rows), : slots.shape[1]], found[2][: len(rows), : gates.shape[1]] = known
+    return found
 
 
-def add_gates(routing: Routing, part: Routed) -> None:
-    """Add the members' gates to ATMM's dense tables, in place."""
+def add_gates(
+    routing: Routing, weights: torch.Tensor, routed: torch.Tensor, slots: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Add the members' gates to ATMM's dense tables, in place.
+
+    Args:
+        weights: [M, MAX_MEMBERS] float32; routed: [M] int32, the number of each row's routed adapter, or -1.
+        slots: [X, MAX_MEMBERS] int64, any where there is no member; scales: [X, MAX_MEMBERS] float32.
+    """
     assert routing.gates is not None
-    device = part.weights.device
-    scales = np.asarray([routing.scalings[slot] for slot in part.slots], dtype=np.float32)
-    slots, scale = put([np.asarray(part.slots, dtype=np.int64), scales], device)
-    routing.gates.index_put_((part.rows[:, None], slots[None]), part.weights * scale, accumulate=True)
+    of_rows = routed.long().clamp(min=0)
+    routing.gates.scatter_add_(1, slots[of_rows], weights * scales[of_rows])
 
 
 def put(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ that forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -17,9 +17,10 @@ import torch
 
 from vlora_sgl._sgl_types import ForwardBatch, ModelRunner, MultimodalInputs
 from vlora_sgl.kernels.atmm import Pairs, Routing
-from vlora_sgl.routed.regroup import Routed, add_gates, device_tiles, host_groups, others, put
-from vlora_sgl.routed.router_tables import RoutedRows, RouterTables
+from vlora_sgl.routed.regroup import Dispatch, Routed, add_gates, device_tiles, host_groups, others, put
+from vlora_sgl.routed.router_tables import BASE, RoutedRows, RouterTables
 from vlora_sgl.routed.spec import MODALITIES, RoutedSpec
+from vlora_sgl.routed.token_router import MAX_MEMBERS
 from vlora_sgl.seams import Place, Places
 
 
@@ -53,8 +54,9 @@ class TokenRouting:
     ) -> None:
         self._tables, self._loaded, self._backend = tables, loaded, backend
         self._slot_of, self._scaling_of = slot_of, scaling_of
-        self._parts: list[tuple[LoadedRouted, RoutedRows]] = []
-        self._taken = np.zeros(0, dtype=np.int64)  # the rows of all parts
+        self._named: list[str] = []  # the routed adapters of the batch
+        self._rows: RoutedRows | None = None
+        self._taken = np.zeros(0, dtype=np.int64)  # the rows of all of them
         self._always: Pairs = ()
 
     def exceeds_graph(self, forward_batch: ForwardBatch) -> bool:
@@ -69,24 +71,24 @@ class TokenRouting:
             forward_batch: SGLang's ``ForwardBatch``; the backend has its routing.
             always: the pairs that every row applies (a merged adapter, taken out).
         """
-        self._parts, self._always = [], always
+        self._named, self._rows, self._always = [], None, always
         batch, adapters = self._backend.batch_info, forward_batch.lora_ids
         if batch is None:
             return
-        named = [adapter for adapter in dict.fromkeys(adapters) if adapter is not None and adapter in self._loaded]
+        self._named = [one for one in dict.fromkeys(adapters) if one is not None and one in self._loaded]
         if not batch.in_graph:
-            self._parts = self._parts_of(named, forward_batch)
+            self._rows = self._rows_of(forward_batch) if self._named else None
         elif not batch.prefill and forward_batch.batch_size <= self._tables.max_rows:
             indices = [self._loaded[a].index if a is not None and a in self._loaded else -1 for a in adapters]
             members = {
                 self._loaded[name].index: [
                     (self._slot_of(uid), self._scaling_of(uid)) for uid in self._loaded[name].members
                 ]
-                for name in named
+                for name in self._named
             }
             self._tables.refresh(indices, members)
 
-    def _parts_of(self, named: Sequence[str], forward_batch: ForwardBatch) -> list[tuple[LoadedRouted, RoutedRows]]:
+    def _rows_of(self, forward_batch: ForwardBatch) -> RoutedRows:
         lengths = row_lengths(forward_batch)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         if forward_batch.forward_mode.is_extend():
@@ -94,30 +96,21 @@ class TokenRouting:
         else:
             prefixes = [int(n) - 1 for n in forward_batch.seq_lens_cpu]
         inputs = forward_batch.mm_inputs or [None] * len(lengths)
-        parts = []
-        taken = []
-        for name in named:
-            # rows, modality, first, request, prefix of ``RoutedRows``
-            columns: list[list[np.ndarray]] = [[], [], [], [], []]
-            at = 0
-            for i, adapter in enumerate(forward_batch.lora_ids):
-                if adapter != name:
-                    continue
-                n, prefix = lengths[i], prefixes[i]
-                rows = np.arange(starts[i], starts[i] + n)
-                constant = (np.full(n, value) for value in (at, i, prefix))
-                for column, values in zip(
-                    columns, (rows, modalities_of(inputs[i], prefix, n), *constant), strict=True
-                ):
-                    column.append(values)
-                at += n
-            taken += columns[0]
-            on_device = put([np.concatenate(column, dtype=np.int64) for column in columns], self._tables.device)
-            on_device[3] = forward_batch.req_pool_indices[on_device[3]]
-            routed = self._loaded[name]
-            parts.append((routed, RoutedRows(routed.index, *on_device)))
-        self._taken = np.concatenate([*taken, self._taken[:0]])
-        return parts
+        of_sequence = [self._loaded[a].index if a in self._loaded else BASE for a in forward_batch.lora_ids]
+        modality = np.zeros(starts[-1], dtype=np.int32)
+        for start, n, prefix, image, index in zip(starts, lengths, prefixes, inputs, of_sequence, strict=False):
+            if index != BASE:
+                modality[start : start + n] = modalities_of(image, prefix, n)
+        columns = (
+            np.repeat(column, lengths) for column in (of_sequence, starts[:-1], np.arange(len(lengths)), prefixes)
+        )
+        routed, first, request, prefix = (column.astype(np.int32) for column in columns)
+        self._taken = np.flatnonzero(routed != BASE)
+        used = [self._loaded[name] for name in self._named]
+        learned = np.asarray([one.index for one in used if one.spec.router is not None], dtype=np.int32)
+        on_device = put([routed, modality, first, request, prefix, learned], self._tables.device)
+        on_device[3] = forward_batch.req_pool_indices[on_device[3]].int()
+        return RoutedRows(*on_device, indices=tuple(one.index for one in used))
 
     def route(self, x: torch.Tensor, forward_batch: ForwardBatch) -> None:
         """Before the first decoder layer, decide by the input embeddings [T, hidden] which members apply where."""
@@ -125,31 +118,45 @@ class TokenRouting:
         if batch is None:
             return
         if not batch.in_graph:
-            if self._parts:
-                batch.routing = self._routed(batch.routing, x, forward_batch)
+            if self._rows is not None:
+                batch.routing = self._routed(batch.routing, self._rows, x, forward_batch)
         elif not batch.prefill and x.shape[0] <= tables.max_rows:
             tables.route_decode(
                 batch.routing.gates, x, forward_batch.input_ids, forward_batch.req_pool_indices,
                 forward_batch.seq_lens, forward_batch.out_cache_loc,
             )  # fmt: skip
 
-    def _routed(self, routing: Routing, x: torch.Tensor, forward_batch: ForwardBatch) -> Routing:
+    def _routed(self, routing: Routing, rows: RoutedRows, x: torch.Tensor, forward_batch: ForwardBatch) -> Routing:
         """The batch's routing with its routed rows, given the input embeddings x [M, hidden]."""
-        on_host = self._tables.device.type == "cpu"
-        weights_of = self._tables.weights_of if on_host else self._tables.route_prefill
-        parts = []
-        for routed, rows in self._parts:
-            weights = weights_of(rows, x, forward_batch.input_ids, forward_batch.out_cache_loc)
-            slots = [self._slot_of(uid) for uid in routed.members]
-            parts.append(Routed(rows.rows, weights, slots, routed.spec.top_k, self._always))
-        if on_host:
-            routing.groups = host_groups(parts, others(routing.groups, routing.rows, self._taken))
-        elif routing.gates is not None:
-            for part in parts:
-                add_gates(routing, part)
-        else:
-            return device_tiles(routing, parts, others(routing.groups, routing.rows, self._taken))
+        tables = self._tables
+        on_host = tables.device.type == "cpu"
+        weights_of = tables.weights_of if on_host else tables.route_prefill
+        weights = weights_of(rows, x, forward_batch.input_ids, forward_batch.out_cache_loc)
+        if routing.gates is not None and not on_host:
+            add_gates(routing, weights, rows.routed, *self._members_on_device())
+            return routing
+        parts, rest = self._parts(), others(routing.groups, routing.rows, self._taken)
+        if not on_host:
+            return device_tiles(routing, weights, rows.routed, self._dispatch(routing), rest)
+        routing.groups = host_groups(weights, rows.routed, parts, self._always, rest)
         return routing
+
+    def _parts(self) -> list[Routed]:
+        """The routed adapters of the batch."""
+        used = (self._loaded[name] for name in self._named)
+        return [Routed(one.index, tuple(map(self._slot_of, one.members)), one.spec.top_k) for one in used]
+
+    def _dispatch(self, routing: Routing) -> Dispatch:
+        return Dispatch(routing, self._parts(), self._always, self._tables.capacity)
+
+    def _members_on_device(self) -> list[torch.Tensor]:
+        """(slots [X, MAX_MEMBERS] int64, scalings float32) of the batch's routed adapters, by their numbers."""
+        slots = np.zeros((self._tables.capacity, MAX_MEMBERS), dtype=np.int64)
+        scales = np.zeros(slots.shape, dtype=np.float32)
+        for one in (self._loaded[name] for name in self._named):
+            slots[one.index, : len(one.members)] = [self._slot_of(uid) for uid in one.members]
+            scales[one.index, : len(one.members)] = [self._scaling_of(uid) for uid in one.members]
+        return put([slots, scales], self._tables.device)
 
 
 def row_lengths(forward_batch: ForwardBatch) -> list[int]:

@@ -3,7 +3,8 @@
 ::
 
     {"format": 1, "router": "vocabulary", "members": ["prose", "code", "seeing"],
-     "ranges": [{"from": 0, "to": 32000, "member": "prose"}], "modalities": {"image": "seeing", "text": "code"}}
+     "ranges": [{"from": 0, "to": 32000, "member": "prose"}], "modalities": {"image": "seeing", "text": "code"},
+     "positions": [{"from": 0, "to": 8, "member": "code"}]}
 
     {"format": 1, "router": "learned", "members": ["digits", "photos"], "top_k": 1, "context": "prefix"}
 
@@ -25,6 +26,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.files import check_regular, is_there, read_json
 from vlora_sgl.routed.token_router import CONTEXTS, MAX_MEMBERS, Router
@@ -32,9 +34,12 @@ from vlora_sgl.routed.token_router import CONTEXTS, MAX_MEMBERS, Router
 ROUTED_FILE, ROUTER_FILE = "vlora_routed.json", "vlora_router.safetensors"
 MODALITIES = ("text", "image", "video")
 FORMAT = 1
-MAX_TOP_K = 2
+MAX_TOP_K = 4
+MAX_POSITIONS = 16
+"""Ranges of positions that a routed adapter may have."""
+MOST_TOKENS = (1 << 31) - 1
 _KEYS = {
-    "vocabulary": {"members", "ranges", "modalities"},
+    "vocabulary": {"members", "ranges", "modalities", "positions"},
     "learned": {"members", "top_k", "context"},
     "compositional": {"adapters"},
 }
@@ -48,6 +53,8 @@ class RoutedSpec:
         members: adapter names; what the router chooses from.
         ranges: ``(first, end, member)`` of token ids [first, end), later ones win; for text tokens.
         modalities: member of every token of a modality, where no range says otherwise; absent: the base model.
+        positions: ``(first, end, member)`` of the tokens at [first, end) of a sequence, of any modality; they come
+            before all other rules, later ones win.
         router: the learned router, or ``None``.
         top_k: members per token of a learned router.
     """
@@ -57,10 +64,12 @@ class RoutedSpec:
     modalities: Mapping[str, int] = field(default_factory=dict)
     router: Router | None = None
     top_k: int = 1
+    positions: tuple[tuple[int, int, int], ...] = ()
 
     def canonical(self) -> bytes:
         """All that decides which member a token gets, for the identity of its KV."""
-        text = json.dumps([self.members, self.ranges, sorted(self.modalities.items()), self.top_k]).encode()
+        rules = [self.members, self.ranges, sorted(self.modalities.items()), self.top_k, self.positions]
+        text = json.dumps(rules).encode()
         if self.router is None:
             return text
         weights = [p.detach().cpu().contiguous().numpy().tobytes() for p in self.router.parameters()]
@@ -106,8 +115,12 @@ def read_routed(directory: str | Path, name: str, hidden: int, vocabulary: int) 
         if context not in CONTEXTS:
             raise AdapterError(f"{path}: context must be one of {CONTEXTS}, got {context!r}")
         return RoutedSpec(tuple(members), router=_router(path, hidden, len(members), context), top_k=top_k)
-    ranges = tuple(_range(entry, members, vocabulary, path) for entry in data.get("ranges", []))
-    return RoutedSpec(tuple(members), ranges, _modalities(data.get("modalities", {}), members, path))
+    ranges = tuple(_range(entry, members, vocabulary, path) for entry in _list(data, "ranges", path))
+    positions = tuple(_range(entry, members, MOST_TOKENS, path) for entry in _list(data, "positions", path))
+    if len(positions) > MAX_POSITIONS:
+        raise AdapterError(f"{path}: up to {MAX_POSITIONS} ranges of positions are supported, got {len(positions)}")
+    modalities = _modalities(data.get("modalities", {}), members, path)
+    return RoutedSpec(tuple(members), ranges, modalities, positions=positions)
 
 
 def member_names(directory: str | Path, name: str) -> tuple[str, ...]:
@@ -148,12 +161,20 @@ def _modalities(table: object, members: list[str], path: Path) -> dict[str, int]
     return {modality: _member(member, members, path) for modality, member in table.items()}
 
 
-def _range(entry: object, members: list[str], vocabulary: int, path: Path) -> tuple[int, int, int]:
+def _list(data: JsonDict, key: str, path: Path) -> list[object]:
+    found = data.get(key, [])
+    if not isinstance(found, list):
+        raise AdapterError(f"{path}: {key} must be a list of ranges, got {found!r}")
+    return found
+
+
+def _range(entry: object, members: list[str], most: int, path: Path) -> tuple[int, int, int]:
     if not isinstance(entry, dict) or entry.keys() != {"from", "to", "member"}:
         raise AdapterError(f'{path}: a range is {{"from": id, "to": id, "member": name}}, got {entry!r}')
     first, end = entry["from"], entry["to"]
-    if not (isinstance(first, int) and isinstance(end, int) and 0 <= first < end <= vocabulary):
-        raise AdapterError(f"{path}: a range lies within 0 and {vocabulary}, the vocabulary; got {entry!r}")
+    if not (isinstance(first, int) and isinstance(end, int) and 0 <= first < end <= most):
+        what = "most tokens of a sequence" if most == MOST_TOKENS else "the vocabulary"
+        raise AdapterError(f"{path}: a range lies within 0 and {most}, {what}; got {entry!r}")
     return first, end, _member(entry["member"], members, path)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-MAX_MEMBERS = 8
+MAX_MEMBERS = 16
 WIDTH = 64
 CONTEXTS = ("prefix", "token")
 LIMIT = 30.0

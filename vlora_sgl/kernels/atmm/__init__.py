@@ -83,7 +83,23 @@ def atmm(
     if not on_kernels(x.device):
         return atmm_torch(y, x, a, b, routing, offsets, vectors)
     end = "expand" if routing.gates is not None else "grouped_expand"
-    return launch.run(tiles_of(end, a, b, routing, table), (y, x, a, b, routing, offsets), vectors=vectors)
+    launch.run(tiles_of(end, a, b, routing, table), (y, x, a, b, routing, offsets), vectors=vectors)
+    return _add_more(y, x, a, b, routing, offsets, table)
+
+
+def _add_more(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    routing: Routing,
+    offsets: Sequence[int],
+    table: TilingTable | None,
+) -> torch.Tensor:
+    """``atmm`` of what rows apply besides (``Routing.more``), one after the other."""
+    for more in routing.more:
+        atmm(y, x, a, b, more, offsets, table)
+    return y
 
 
 def atmm_linear(
@@ -126,7 +142,7 @@ def atmm_linear(
     if routing.touched is not None and routing.touched < WRITE_FIRST_SHARE * routing.rows:
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
     launch.run(tiles_of("grouped_write", a, b, routing, table), operands, bias=bias)
-    return y.addmm_(x, weight.T)
+    return _add_more(y.addmm_(x, weight.T), x, a, b, routing, offsets, table)
 
 
 def atmm_rotated(
@@ -179,7 +195,7 @@ def atmm_silu_and_mul(
     The adapters' part joins gate and up in float32, and nothing is rounded before the product is.
 
     Args:
-        y: [M, >= 2 I] gate and up of the base layer. Not changed.
+        y: [M, >= 2 I] gate and up of the base layer. Changed only where rows apply more than one pass adds.
         offsets: (0, I, 2 I). The others as in ``atmm``.
 
     Raises:
@@ -193,6 +209,7 @@ def atmm_silu_and_mul(
         raise ValueError("the fused activation needs row tiles and a device with kernels: use atmm and an activation")
     if not routing.rows:
         return y.new_empty((0, width))
+    _add_more(y, x, a, b, routing, offsets, table)
     operands = y, x, a, b, routing, offsets
     return launch.run(tiles_of("grouped_silu", a, b, routing, table), operands, vectors=_wanted(vectors, routing))
 

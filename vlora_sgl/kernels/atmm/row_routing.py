@@ -79,6 +79,7 @@ class Routing:
         marks: [M] int32, which slots' vectors each row applies and takes out (``mark``); ``None`` where none can.
         share: rows of the output for each row of the input: a token's choices of experts.
         tuples: the slots that each row applies, where layers gather rows anew.
+        more: what the same rows apply besides, one after the other: of each the grouped kernels' tables.
     """
 
     rows: int
@@ -98,6 +99,7 @@ class Routing:
     marks: torch.Tensor | None = None
     share: int = 1
     tuples: RowTuples | None = None
+    more: tuple[Routing, ...] = ()
 
     @property
     def active_most(self) -> int:
