@@ -157,9 +157,9 @@ def test_kernel_of_decode_equals_torch(dense: bool) -> None:
         seq_lens = torch.full((8,), step + 1, device=DEVICE)
         out = kernel.req_to_token[requests, step].long()
         gates = torch.full((8, slots), 0.25, device=DEVICE)
-        weights = torch.full((8, MAX_MEMBERS), torch.nan, device=DEVICE)
+        weights = kernel.weights[:8].fill_(torch.nan)
         kernel.refresh(routed, members)
-        kernel.route_decode(gates if dense else None, x, ids, requests, seq_lens, out, weights)
+        kernel.route_decode(gates if dense else None, x, ids, requests, seq_lens, out)
         every = torch.arange(8, dtype=torch.int32, device=DEVICE)
         learned = torch.tensor([0, 2, 3], dtype=torch.int32, device=DEVICE)
         batch = RoutedRows(
@@ -237,7 +237,7 @@ def test_routed_rows_join_the_others(rows: int, form: str) -> None:
         of_members[part.index, : len(part.slots)] = torch.tensor(part.slots)
     assert dense.gates is not None
     before = dense.gates.clone()
-    add_gates(dense, weights, routed, of_members, torch.tensor(scalings)[of_members])
+    add_gates(dense.gates, weights, routed, of_members, torch.tensor(scalings)[of_members])
     gates = np.zeros((rows, slots))
     for numbers, pairs in exact:
         for slot, weight in pairs:

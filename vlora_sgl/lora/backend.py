@@ -46,6 +46,7 @@ from vlora_sgl.kernels.atmm.row_routing import (
 )
 from vlora_sgl.kernels.rotary import rotate_and_store
 from vlora_sgl.lora.vocabulary import cut, embed, embed_in_graph
+from vlora_sgl.routed.regroup import others
 
 GRAPH_PAIRS = 2
 MANY_ROWS = 256  # of a prefill: groups of rows are taken to fill large tiles
@@ -60,6 +61,8 @@ class Batch:
         routing: the operator's tables.
         in_graph: whether a captured graph will read them, so that no launch may be left out for want of adapters.
         prefill: whether that is a graph of a prefill.
+        counts: of a graph's row tiles, [2] int32: how many there are before routed rows get theirs, and the slots that
+            those all apply.
         head_runs: of the rows that the LM head sees, where those are not the batch's; none where it has no adapters.
         has_active_lora: set and read by SGLang.
     """
@@ -67,6 +70,7 @@ class Batch:
     routing: Routing
     in_graph: bool
     prefill: bool = False
+    counts: torch.Tensor | None = None
     head_runs: Sequence[Run] | None = None
     has_active_lora: bool = False
 
@@ -86,6 +90,7 @@ class GraphTables:
         both: whether graphs of few rows come with either family of kernels, where the pool has slots for it.
         marked: whether slots may have vectors, so that rows are marked for them.
         tuples: whether layers gather rows anew on the device (``Routing.tuples``).
+        routed: whether rows may be routed on the device, which then have tiles of their own.
     """
 
     RING = 4
@@ -100,7 +105,9 @@ class GraphTables:
         both: bool = False,
         marked: bool = False,
         tuples: bool = False,
+        routed: bool = False,
     ) -> None:
+        self.routed = routed
         self.places, self.max_rows, self.device, self.marked = tuple(places), max_rows, device, marked
         slots = self.slots = len(places)
         self.dense_rows = min(max_rows, DENSE_MAX_ROWS) if both or is_dense(1, slots) else 0
@@ -111,6 +118,7 @@ class GraphTables:
             "active": 2 + 2 * slots,
             "gates": self.dense_rows * slots,
             "n_tiles": 1,
+            "counts": 2,
             "tile_rows": self.max_tiles * self.block,
             "tile_slots": self.max_tiles * GRAPH_PAIRS,
             "tile_gates": self.max_tiles * GRAPH_PAIRS * self.block,
@@ -149,8 +157,19 @@ class GraphTables:
         return min((size for size in self._captured if size >= rows), default=self.max_rows)
 
     def _most_tiles(self, rows: int) -> int:
-        """Every tile but each group's last is full; a group is a slot tuple: each slot's own, or base rows."""
-        return 2 * self.slots + 1 + rows // self.block
+        """Every tile but each group's last is full; a group is a slot tuple: each slot's own, or base rows; and those
+        of routed rows."""
+        return 2 * self.slots + 1 + self.most_targets + rows // self.block
+
+    @property
+    def most_targets(self) -> int:
+        """Sets of slots that routed rows may apply."""
+        return most_targets(self.slots) * self.routed
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """``Batch.counts``."""
+        return self.buffer[self.at["counts"]]
 
     def routing(self, rows: int, many: bool = False) -> Routing:
         """The tables as a captured launch of ``rows`` rows sees them; ``many``: of the grouped kernels."""
@@ -184,10 +203,13 @@ class GraphTables:
         scalings: Sequence[float],
         many: bool | None = None,
         vectored: Collection[int] = (),
+        routed: np.ndarray | None = None,
+        always: int = 0,
     ) -> Routing:
         """Write a batch's routing; rows past it (padding of the graph) become base rows.
 
         Args:
+            routed: rows that get their tiles on the device, and always: slots that each of them applies besides.
             many: take the tables of more slots than the dense kernels have room for; by default where there are.
             vectored: slots whose adapters have vectors.
 
@@ -208,7 +230,9 @@ class GraphTables:
             self._put_gates(host, runs, ranks, scalings)
         # A batch of few rows may be padded up to a graph of many, whose kernels are the grouped ones.
         if many or self.max_rows > self.dense_rows:
-            self._put_tiles(host, runs, ranks, scalings, read=many or self._padded(rows) > self.dense_rows)
+            read = many or self._padded(rows) > self.dense_rows
+            self._put_tiles(host, runs, ranks, scalings, read, () if routed is None else routed)
+            host[self.at["counts"]] = host[self.at["n_tiles"]][0], always
         if self.marked:
             marks = host[self.at["marks"]]
             words = [mark(pairs, vectored) for pairs, _ in runs]
@@ -259,11 +283,19 @@ class GraphTables:
             held[:count, :width] = table
 
     def _put_tiles(
-        self, host: np.ndarray, runs: Sequence[Run], ranks: Sequence[int], scalings: Sequence[float], read: bool
+        self,
+        host: np.ndarray,
+        runs: Sequence[Run],
+        ranks: Sequence[int],
+        scalings: Sequence[float],
+        read: bool,
+        routed: np.ndarray | Sequence[int],
     ) -> None:
         groups, rows = groups_of(runs)
         check_groups(groups, rows, ranks)
-        spare = np.arange(rows, self.max_rows, dtype=np.int32)
+        groups = others(groups, rows, routed) if len(routed) else groups
+        # Routed rows' tiles come behind these: then there must be none past those of the graph that runs the batch.
+        spare = np.arange(rows, self._padded(rows) if len(routed) else self.max_rows, dtype=np.int32)
         tiles, slots, gates = grouped_tables([*groups, (spare, ())], ranks, scalings, self.places, self.block)
         count, width = slots.shape
         if count > self.max_tiles or width > GRAPH_PAIRS:
@@ -283,6 +315,11 @@ class GraphTables:
         all_gates[:count, :width] = gates
 
 
+def most_targets(slots: int) -> int:
+    """Of routed rows, in the tables of a graph: each slot's, and that of rows without a member."""
+    return slots + 1
+
+
 class AtmmBackend(_sgl.BaseLoRABackend):
     """The operator behind SGLang's interface.
 
@@ -298,7 +335,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         self.graph_tables: GraphTables | None = None
         self.prefill_tables: dict[int, GraphTables] = {}
         self.places: Sequence[int] = range(max_loras_per_batch)
-        self.marks_rows = False
+        self.marks_rows = self.routes_tokens = False
 
     def place_slots(self, places: Sequence[int]) -> None:
         """Say where each slot begins in the pool tensors, where that is not its number; before graphs are captured."""
@@ -310,15 +347,21 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         """Allocate what captured decode graphs read."""
         rows = max_bs_in_cuda_graph * num_tokens_per_req
         self.graph_tables = GraphTables(
-            rows, self.places, self.device, both=True, marked=self.marks_rows, tuples=self.is_moe_lora
-        )
+            rows, self.places, self.device, both=True, marked=self.marks_rows, tuples=self.is_moe_lora,
+            routed=self.routes_tokens,
+        )  # fmt: skip
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int) -> None:
         """Take batches of up to so many tokens for captured prefill graphs; a size gets its tables when captured."""
         self.prefill_cuda_graph_max_bs = self.prefill_cuda_graph_max_tokens = max_num_tokens
 
-    def embeds_in_graph(self, rows: int, active: int) -> bool:
-        """Whether the decode graph of a batch has adapters on embeddings."""
+    @property
+    def most_targets(self) -> int:
+        """Sets of slots that the routed rows of a graph's batch may apply."""
+        return most_targets(len(self.places))
+
+    def dense_in_graph(self, rows: int, active: int) -> bool:
+        """Whether the decode graph of a batch is one of the dense kernels, which alone have adapters on embeddings."""
         return self.graph_tables is None or self.graph_tables.is_dense(rows, active)
 
     def graph_holds(self, prefill: bool, rows: int, active: int, pairs: int, tuples: int) -> bool:
@@ -331,7 +374,9 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         """The tables that the graph of a prefill of this many tokens reads."""
         if tokens not in self.prefill_tables:
             block = TILE_ROWS[True] if tokens >= MANY_ROWS else None
-            self.prefill_tables[tokens] = GraphTables(tokens, self.places, self.device, block, marked=self.marks_rows)
+            self.prefill_tables[tokens] = GraphTables(
+                tokens, self.places, self.device, block, marked=self.marks_rows, routed=self.routes_tokens
+            )
         return self.prefill_tables[tokens]
 
     def route(
@@ -344,6 +389,8 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         use_cuda_graph: bool = False,
         prefill_tokens: int | None = None,
         many: bool | None = None,
+        routed: np.ndarray | None = None,
+        always: int = 0,
     ) -> None:
         """Set the routing of the forward that follows.
 
@@ -354,24 +401,31 @@ class AtmmBackend(_sgl.BaseLoRABackend):
             use_cuda_graph: the forward replays (or captures) a decode graph.
             prefill_tokens: size of the prefill graph that the forward replays (or captures), if it does.
             many: of a decode graph, whether it is that of more slots in use than the dense kernels have room for.
+            routed, always: as ``GraphTables.refresh`` has them.
 
         Raises:
             ValueError: a row is routed to a slot that holds no adapter.
         """
+        tables = None
         if prefill_tokens is not None:
-            routing = self._tables_of_prefill(prefill_tokens).refresh(runs, ranks, scalings, vectored=vectored)
+            tables = self._tables_of_prefill(prefill_tokens)
         elif use_cuda_graph:
-            if self.graph_tables is None:
+            tables = self.graph_tables
+            if tables is None:
                 raise RuntimeError("a decode graph was announced before init_cuda_graph_batch_info")
-            routing = self.graph_tables.refresh(runs, ranks, scalings, many, vectored)
+        if tables is not None:
+            routing = tables.refresh(runs, ranks, scalings, many, vectored, routed, always)
+            if prefill_tokens is not None:
+                routing = tables.routing(prefill_tokens)
+            routing.ranks, routing.scalings = tuple(ranks), tuple(scalings)
         else:
             groups, rows = groups_of(runs)
             routing = make_routing(
                 groups, rows, ranks, scalings, self.device, places=self.places, vectored=vectored,
                 tuples=self.is_moe_lora and on_kernels(self.device),
             )  # fmt: skip
-        prefill = prefill_tokens is not None
-        self.batch_info = Batch(routing, use_cuda_graph or prefill, prefill)
+        prefill, counts = prefill_tokens is not None, None if tables is None else tables.counts
+        self.batch_info = Batch(routing, tables is not None, prefill, counts)
 
     # The operator
 

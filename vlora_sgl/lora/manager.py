@@ -19,10 +19,10 @@ from vlora_sgl._sgl_types import ForwardBatch, LoRAConfig, LoRARef
 from vlora_sgl.combined import is_combined, parts
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict, adapters_in
 from vlora_sgl.errors import ConfigError, RequestError
-from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS
 from vlora_sgl.kernels.atmm.row_routing import Run, is_dense
 from vlora_sgl.lora.adapter import AdapterBuilder, engine_layout
 from vlora_sgl.lora.arrivals import Arrivals
+from vlora_sgl.lora.backend import GRAPH_PAIRS
 from vlora_sgl.lora.invocation import split_batch
 from vlora_sgl.lora.merger import Merger
 from vlora_sgl.lora.packed import PackedPool
@@ -56,9 +56,12 @@ class PrefillGraphs(Protocol):
 
     Attributes:
         variant: of the graph being captured, ``"lora"`` or ``"nolora"``; ``None`` otherwise.
+        embeds_outside: whether input embeddings are there before a graph is replayed.
     """
 
     variant: str | None
+
+    embeds_outside: bool
 
     def tokens_of(self, forward_batch: ForwardBatch) -> int | None:
         """Tokens of the graph that this batch captures or will replay; ``None`` if it runs eagerly or decodes."""
@@ -279,8 +282,7 @@ class VLoraManager(_sgl.LoRAManager):
         if not (self._routes_rows and self._vlora.max_routed):
             return
         config = self.base_hf_config
-        rows = DENSE_MAX_ROWS if is_dense(DENSE_MAX_ROWS, self.max_loras_per_batch) else 0
-        tables = RouterTables(self._vlora.max_routed, config.hidden_size, config.vocab_size, rows, self.device)
+        tables = RouterTables(self._vlora.max_routed, config.hidden_size, config.vocab_size, 0, self.device)
         tables.bind(req_to_token, token_slots)
         self._store.accept_routed(tables)
         self.token_routing = TokenRouting(
@@ -290,6 +292,13 @@ class VLoraManager(_sgl.LoRAManager):
             lambda uid: float(self.loras[uid].scaling),
             self.lora_backend,
         )
+        self.lora_backend.routes_tokens = True
+
+    def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_bs: int) -> None:
+        """SGLang's, and room for the rows that decode graphs route."""
+        super().init_cuda_graph_batch_info(max_bs_in_cuda_graph, num_tokens_per_bs)
+        if self.token_routing is not None:
+            self.token_routing.reserve(max_bs_in_cuda_graph * num_tokens_per_bs, GRAPH_PAIRS)
 
     def first_layer(self) -> Any:
         """The first decoder layer, whose ``forward`` takes ``hidden_states`` and ``forward_batch``."""
@@ -451,8 +460,13 @@ class VLoraManager(_sgl.LoRAManager):
         elif self._routes_rows:
             tokens = self._prefill_graphs.tokens_of(batch) if self._prefill_graphs is not None else None
             tables = self._rows.tables_of(runs)
-            graph = self._in_graph(batch)
-            self.lora_backend.route(*tables, use_cuda_graph=graph, prefill_tokens=tokens, many=many)
+            graph, routed = self._in_graph(batch), None
+            if self.token_routing is not None:
+                routed = self.token_routing.rows_of(batch)
+            always = int(self.merged is not None)
+            self.lora_backend.route(
+                *tables, use_cuda_graph=graph, prefill_tokens=tokens, many=many, routed=routed, always=always
+            )
         else:
             super().prepare_lora_batch(batch)
 
@@ -479,19 +493,23 @@ class VLoraManager(_sgl.LoRAManager):
         self._prefill_graphs = graphs
 
     def exceeds_graph(self, forward_batch: ForwardBatch) -> bool:
-        """Whether a decoding batch has what a captured graph cannot route: routed adapters in more rows than it has
-        votes for, or rows of more adapters than its tables have room for."""
-        if self._combines_too_many(forward_batch, prefill=False) or self._embeds_too_many(forward_batch):
+        """Whether a decoding batch has what a captured graph cannot route: routed adapters whose rows its tables of
+        tiles have no room for, or rows of more adapters than those have."""
+        if self._combines_too_many(forward_batch, prefill=False):
             return True
-        return self.token_routing is not None and self.token_routing.exceeds_graph(forward_batch)
-
-    def _embeds_too_many(self, forward_batch: ForwardBatch) -> bool:
-        """Whether a decoding batch has adapters on embeddings, and more rows or slots than those are captured for."""
         adapters = forward_batch.lora_ids or ()
-        if self.embed_tokens_module is None or not self._store.on_vocabulary(adapters, "embed_tokens"):
+        embeds = self.embed_tokens_module is not None and self._store.on_vocabulary(adapters, "embed_tokens")
+        if not self._routes_rows or not (embeds or self.has_routed(adapters)):
             return False
         active = len(adapters_in(self._store.holders(adapters), self.plan.merged_adapter))
-        return self._routes_rows and not self.lora_backend.embeds_in_graph(forward_batch.batch_size, active)
+        if self.lora_backend.dense_in_graph(forward_batch.batch_size, active):
+            return False
+        return embeds or not self._tiles_hold(forward_batch)
+
+    def _tiles_hold(self, forward_batch: ForwardBatch) -> bool:
+        """Whether captured graphs have room for the tiles of a batch's routed rows."""
+        routing, merged = self.token_routing, self.plan.merged_adapter is not None
+        return routing is None or routing.fits_tiles(forward_batch, GRAPH_PAIRS - merged)
 
     def _combines_too_many(self, forward_batch: ForwardBatch, prefill: bool) -> bool:
         """Whether a batch has rows of more adapters than captured graphs have room for."""
@@ -504,10 +522,13 @@ class VLoraManager(_sgl.LoRAManager):
         return not self.lora_backend.graph_holds(prefill, *bounds)
 
     def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
-        """SGLang's verdict; a prefill with routed rows runs eagerly: its tiles depend on what the router says. So does
-        one with rows of more adapters than the tables have room for."""
-        if not super().can_use_prefill_cuda_graph(forward_batch) or self.has_routed(forward_batch.lora_ids):
+        """SGLang's verdict; a prefill with rows of more adapters than the tables have room for runs eagerly."""
+        if not super().can_use_prefill_cuda_graph(forward_batch):
             return False
+        if self.has_routed(forward_batch.lora_ids):
+            outside = self._prefill_graphs is not None and self._prefill_graphs.embeds_outside
+            if not outside or not self._tiles_hold(forward_batch):
+                return False
         wrapped = self.embed_tokens_module is not None or self.lm_head_module is not None
         if wrapped and self._store.on_vocabulary(forward_batch.lora_ids or ()):
             return False

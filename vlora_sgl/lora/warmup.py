@@ -4,8 +4,7 @@ Captured graphs have what smaller prefills launch. What is compiled depends on t
 of a block and the slots per row, not on the number of rows. So the tiles are those of many rows, and the operands the
 slots themselves with a few rows of input and output: no more memory than those, and no launch.
 
-A routed adapter's prefills run eagerly at every size; the smaller sizes' tiles, where they differ, are compiled when
-one comes.
+What routed rows need besides (lower tiles, more slots a row) is compiled when they come.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
             super().capture_one_shape(size, forward, stream_idx, variant)
 
     def can_run_graph(self, forward_batch: ForwardBatch) -> object:
-        """SGLang's verdict; a batch too large for the routing kernel of routed adapters runs eagerly if it has any."""
+        """SGLang's verdict; a batch whose routed rows a graph's tables cannot hold runs eagerly."""
         if self.model_runner.lora_manager.exceeds_graph(forward_batch):
             return False
         return super().can_run_graph(forward_batch)
@@ -129,9 +129,25 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
             pure = self.model_runner.lora_manager.lora_backend.batch_info is None
             label = ("nolora" if pure else "lora") + (WHOLE if self._whole else "")
             shape_key = replace(shape_key, variant_label=label)
-        return super()._execute_body_capture(
-            forward_batch, static_forward_batch, static_num_tokens, raw_num_tokens, shape_key, **kwargs
-        )
+        run = super()._execute_body_capture
+        options = (forward_batch, static_forward_batch, static_num_tokens, raw_num_tokens, shape_key)
+        routing = self.model_runner.lora_manager.token_routing if self._capture_lora else None
+        if routing is None or not routing.is_ahead:
+            return run(*options, **kwargs)
+        replay = self.backend.replay
+
+        def routed_replay(key: Any, batch: ForwardBatch, **options: object) -> object:
+            embeds = self.buffer_registry.get_slot("input_embeds").slice_for(1, static_num_tokens)
+            routing.route_ahead(embeds[:raw_num_tokens], batch)
+            return replay(key, batch, **options)
+
+        with seams.swapped("BaseCudaGraphBackend.replay", self.backend, "replay", routed_replay):
+            return run(*options, **kwargs)
+
+    @property
+    def embeds_outside(self) -> bool:
+        """Whether input embeddings are computed before the graph: of models that see."""
+        return bool(self.buffer_registry.has_slot("input_embeds"))
 
     def tokens_of(self, forward_batch: ForwardBatch) -> int | None:
         """Tokens of the graph that this batch captures or will replay; ``None`` if it runs eagerly or decodes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, cycle
 from math import comb
 from typing import Any
 
@@ -25,6 +25,8 @@ from vlora_sgl.routed.token_router import MAX_MEMBERS
 
 CELLS = 1 << 14
 """Rows times targets that a program of ``tiles_kernel`` compares at once."""
+FOLDS = 2
+"""Random shares leave each target a tile with few rows: it is computed as one of 16 or 32 rows (appendix B.1)."""
 ALIGN = 128
 """Bytes, of a table in a buffer of several: a kernel is compiled anew for a pointer that 16 does not divide."""
 
@@ -124,6 +126,13 @@ class Dispatch:
             self.words[at, : len(first) + len(words)] = [*first, *words]
         self.always_gates = np.asarray([w * routing.scalings[slot] for slot, w in always], dtype=np.float32)
 
+    @staticmethod
+    def room(capacity: int, targets: int, width: int) -> list[np.ndarray]:
+        """``shared`` and ``words_of`` of the largest dispatch, with at most one slot that rows always apply."""
+        found = [np.ones(capacity, np.int32), np.full((capacity, MAX_TUPLES), -1, np.int32)]
+        found += [np.zeros((capacity, MAX_MEMBERS), np.float32), BINOMIALS, np.zeros(1, np.float32)]
+        return [*found, np.zeros((targets, width), np.int32)]
+
     def shared(self) -> list[np.ndarray]:
         """What the kernel reads in every pass: widths, targets, scales, binomials, gates of what rows always apply."""
         gates = self.always_gates if len(self.always) else np.zeros(1, dtype=np.float32)
@@ -158,43 +167,42 @@ def device_tiles(
         groups = others if number == 0 else []
         known = grouped_tables(groups, routing.ranks, routing.scalings, routing.places, BLOCK)
         tables = _with_room(known, most, dispatch.words.shape[1] - len(dispatch.always) * (number > 0))
-        count = np.asarray([len(known[0])], dtype=np.int32)
-        arrays += [*tables, count, count, dispatch.words_of(number, tables[1].shape[1])]
+        counts = np.asarray([len(known[0]), len(dispatch.always) * (number == 0)], dtype=np.int32)
+        arrays += [*tables, counts, counts[:1], dispatch.words_of(number, tables[1].shape[1])]
     placed = put([*shared, *arrays], weights.device)
     made = []
     for number in range(dispatch.passes):
-        tile_rows, tile_slots, tile_gates, known_tiles, n_tiles, words = placed[len(shared) + 6 * number :][:6]
-        view = replace(routing, tile_rows=tile_rows, tile_slots=tile_slots, tile_gates=tile_gates, n_tiles=n_tiles)
-        always = len(dispatch.always) if number == 0 else 0
-        fill_tiles(view, known_tiles, weights, routed, placed[: len(shared)], words, number, always)
+        tile_rows, tile_slots, tile_gates, counts, n_tiles, words = placed[len(shared) + 6 * number :][:6]
+        tables = {"tile_rows": tile_rows, "tile_slots": tile_slots, "tile_gates": tile_gates, "n_tiles": n_tiles}
+        view = replace(routing, folds=FOLDS, **tables)
+        fill_tiles(view, counts, weights, routed, placed[: len(shared)], words, number)
         made.append(view)
     return replace(made[0], more=tuple(made[1:]))
 
 
 def fill_tiles(
     view: Routing,
-    known: torch.Tensor,
+    counts: torch.Tensor,
     weights: torch.Tensor,
     routed: torch.Tensor,
     shared: Sequence[torch.Tensor],
     words: torch.Tensor,
-    number: int,
-    always: int,
+    number: int = 0,
 ) -> None:
-    """Put routed rows into the tiles of ``view`` behind the ``known`` ones; one launch, nothing allocated.
+    """Put routed rows into the tiles of ``view`` behind those that are there; one launch, nothing allocated.
 
     Args:
-        known: [1] int32; the number of all goes to ``view.n_tiles``.
+        counts: [2] int32: tiles that are there, and slots that every row applies. The number of all tiles goes to
+            ``view.n_tiles``.
         shared, words: of the ``Dispatch``.
         number: of the pass.
-        always: slots that every row applies in it first.
     """
     assert view.tile_rows is not None and view.tile_slots is not None
     widths, targets, scales, binomials, gates = shared
     size = triton.next_power_of_2(max(len(words), 16))
     tiles_kernel[(len(words),)](
-        view.tile_rows, view.tile_gates, view.tile_slots, known, view.n_tiles, weights, routed, widths, targets,
-        scales, words, gates, binomials, len(routed), number, always, view.tile_slots.shape[1],
+        view.tile_rows, view.tile_gates, view.tile_slots, counts, view.n_tiles, weights, routed, widths, targets,
+        scales, words, gates, binomials, len(routed), number, view.tile_slots.shape[1],
         MEMBERS=MAX_MEMBERS, TUPLES=MAX_TUPLES, TARGETS=size, BLOCK=view.tile_rows.shape[1],
         CHUNK=max(64, min(512, CELLS // size)), num_warps=8,
     )  # fmt: skip
@@ -211,17 +219,51 @@ def _with_room(known: Sequence[np.ndarray], more: int, width: int) -> list[np.nd
 
 
 def add_gates(
-    routing: Routing, weights: torch.Tensor, routed: torch.Tensor, slots: torch.Tensor, scales: torch.Tensor
+    gates: torch.Tensor, weights: torch.Tensor, routed: torch.Tensor, slots: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Add the members' gates to ATMM's dense tables, in place.
+    """Add the members' gates to ATMM's dense table, in place.
 
     Args:
+        gates: [M, S] float32.
         weights: [M, MAX_MEMBERS] float32; routed: [M] int32, the number of each row's routed adapter, or -1.
         slots: [X, MAX_MEMBERS] int64, any where there is no member; scales: [X, MAX_MEMBERS] float32.
     """
-    assert routing.gates is not None
     of_rows = routed.long().clamp(min=0)
-    routing.gates.scatter_add_(1, slots[of_rows], weights * scales[of_rows])
+    gates.scatter_add_(1, slots[of_rows], weights * scales[of_rows])
+
+
+class FixedTables:
+    """Arrays at fixed addresses of a device, for captured graphs: written anew by one copy that nobody waits for.
+
+    Args:
+        arrays: the first contents, which say shapes and types.
+
+    Attributes:
+        tensors: the arrays on the device.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray], device: torch.device) -> None:
+        self._starts = np.cumsum([0, *(-(-array.nbytes // ALIGN) * ALIGN for array in arrays)]).tolist()
+        pinned = device.type == "cuda"
+        # In turn: the copy from one may be under way while the scheduler, a step ahead, writes the next.
+        self._hosts = cycle([torch.zeros(self._starts[-1], dtype=torch.uint8, pin_memory=pinned) for _ in range(3)])
+        self._buffer = torch.zeros(self._starts[-1], dtype=torch.uint8, device=device)
+        self.tensors = _views(self._buffer, arrays, self._starts)
+        self.write(arrays)
+
+    def write(self, arrays: Sequence[np.ndarray]) -> None:
+        """Take new contents, each no larger than the first and in its rows."""
+        host = next(self._hosts)
+        for start, array in zip(self._starts, arrays, strict=False):
+            host.numpy()[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._buffer.copy_(host, non_blocking=True)
+
+
+def _views(buffer: torch.Tensor, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> list[torch.Tensor]:
+    return [
+        buffer[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
+    ]
 
 
 def put(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
@@ -231,7 +273,4 @@ def put(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor
     for start, array in zip(starts, arrays, strict=False):
         host.numpy()[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     there = host.to(device, non_blocking=True)
-    return [
-        there[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for start, array in zip(starts, arrays, strict=False)
-    ]
+    return _views(there, arrays, starts)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -22,6 +21,7 @@ import triton
 
 from vlora_sgl.routed import prefill
 from vlora_sgl.routed.decode import SETTINGS, route_decode_kernel
+from vlora_sgl.routed.regroup import FixedTables
 from vlora_sgl.routed.spec import MAX_POSITIONS, MODALITIES, RoutedSpec
 from vlora_sgl.routed.token_router import MAX_MEMBERS, WIDTH, Router, prefix_totals, quantised, top_weights
 
@@ -73,15 +73,16 @@ class RouterTables:
         self._shared: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()
         self.totals = zeros(0, MAX_MEMBERS, dtype=torch.int64)
         self.req_to_token = zeros(0, 0, dtype=torch.int32)
-        # What one decode step changes, in one buffer: the routed adapter of every row; slots and scalings of every
-        # routed adapter's members.
+        self.reserve(max_rows)
+
+    def reserve(self, max_rows: int) -> None:
+        """Have room for the rows of decode graphs; before they are captured."""
         self.max_rows = max_rows
-        words = max_rows + 2 * capacity * MAX_MEMBERS
-        # In turn: the copy from one may be under way while the scheduler, a step ahead, writes the next.
-        pinned = device.type == "cuda"
-        self._hosts = cycle([torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(3)])
-        self._words = zeros(words, dtype=torch.int32)
-        self._words[:max_rows] = BASE
+        # What one decode step changes: the routed adapter of every row; slots and scalings of every one's members.
+        shape = (self.capacity, MAX_MEMBERS)
+        first = [np.full(max_rows, BASE, np.int32), np.full(shape, BASE, np.int32), np.zeros(shape, np.float32)]
+        self._step = FixedTables(first, self.device)
+        self.weights = torch.zeros(max_rows, MAX_MEMBERS, dtype=torch.float32, device=self.device)
 
     @property
     def shared_bytes(self) -> int:
@@ -216,22 +217,13 @@ class RouterTables:
 
         One copy from a pinned buffer, on the current stream.
         """
-        source = next(self._hosts)
-        host = source.numpy()
-        host[: self.max_rows] = BASE
-        host[: len(routed)] = routed
-        slots, scales = self._members(host)
-        slots[:] = BASE
+        rows = np.full(self.max_rows, BASE, dtype=np.int32)
+        rows[: len(routed)] = routed
+        slots = np.full((self.capacity, MAX_MEMBERS), BASE, dtype=np.int32)
+        scales = np.zeros(slots.shape, dtype=np.float32)
         for index, pairs in members.items():
-            for k, (slot, scaling) in enumerate(pairs):
-                slots[index, k], scales[index, k] = slot, scaling
-        self._words.copy_(source, non_blocking=True)
-
-    def _members(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        size, shape = self.capacity * MAX_MEMBERS, (self.capacity, MAX_MEMBERS)
-        at = self.max_rows
-        slots, scales = words[at : at + size], words[at + size : at + 2 * size]
-        return slots.reshape(shape), scales.view(np.float32).reshape(shape)
+            slots[index, : len(pairs)], scales[index, : len(pairs)] = zip(*pairs, strict=True)
+        self._step.write([rows, slots, scales])
 
     def route_decode(
         self,
@@ -241,21 +233,17 @@ class RouterTables:
         requests: torch.Tensor,
         seq_lens: torch.Tensor,
         out_slots: torch.Tensor,
-        weights: torch.Tensor | None = None,
     ) -> None:
         """Route the rows of routed adapters; one launch, nothing allocated.
 
         Args:
-            gates: [M, S] float32, ATMM's dense gates, to which the members' are added in place; or ``None``.
+            gates: [M, S] float32, ATMM's dense gates, to which the members' are added in place. ``None``: the members'
+                weights go to ``weights`` [max_rows, MAX_MEMBERS] float32.
             x: [M, hidden]; ids, requests (rows of ``req_to_token``), seq_lens (this token included), out_slots: [M].
-            weights: [M, MAX_MEMBERS] float32, where the members' weights go if there are no dense gates.
         """
-        rows, at, size = x.shape[0], self.max_rows, self.capacity * MAX_MEMBERS
-        words = self._words
         block = min(256, triton.next_power_of_2(self.hidden))
-        route_decode_kernel[(rows,)](
-            gates, weights, x, ids, requests, seq_lens, out_slots,
-            words, words[at : at + size], words[at + size :].view(torch.float32),
+        route_decode_kernel[(x.shape[0],)](
+            gates, self.weights, x, ids, requests, seq_lens, out_slots, *self._step.tensors,
             self.pointers, self.settings, self.positions, self.totals, self.req_to_token,
             self.vocabulary, 0 if gates is None else gates.stride(0), x.stride(0), self.req_to_token.stride(0),
             HIDDEN=self.hidden, WIDTH=WIDTH, MEMBERS=MAX_MEMBERS, BLOCK=block, SETTINGS=SETTINGS,
@@ -265,7 +253,7 @@ class RouterTables:
     @property
     def row_routed(self) -> torch.Tensor:
         """[max_rows] int32, the routed adapter of every row of the decode step that ``refresh`` told of."""
-        return self._words[: self.max_rows]
+        return self._step.tensors[0]
 
 
 def _network(router: Router) -> torch.Tensor:

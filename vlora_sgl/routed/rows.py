@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,17 @@ import torch
 
 from vlora_sgl._sgl_types import ForwardBatch, ModelRunner, MultimodalInputs
 from vlora_sgl.kernels.atmm import Pairs, Routing
-from vlora_sgl.routed.regroup import Dispatch, Routed, add_gates, device_tiles, host_groups, others, put
+from vlora_sgl.routed.regroup import (
+    Dispatch,
+    FixedTables,
+    Routed,
+    add_gates,
+    device_tiles,
+    fill_tiles,
+    host_groups,
+    others,
+    put,
+)
 from vlora_sgl.routed.router_tables import BASE, RoutedRows, RouterTables
 from vlora_sgl.routed.spec import MODALITIES, RoutedSpec
 from vlora_sgl.routed.token_router import MAX_MEMBERS
@@ -58,11 +69,30 @@ class TokenRouting:
         self._rows: RoutedRows | None = None
         self._taken = np.zeros(0, dtype=np.int64)  # the rows of all of them
         self._always: Pairs = ()
+        self._fixed: FixedTables | None = None  # what decode graphs read of a dispatch
 
-    def exceeds_graph(self, forward_batch: ForwardBatch) -> bool:
-        """Whether a batch has routed adapters but more rows than a captured graph can route."""
-        many = forward_batch.batch_size > self._tables.max_rows
-        return many and any(adapter in self._loaded for adapter in forward_batch.lora_ids or ())
+    def reserve(self, rows: int, pairs: int) -> None:
+        """Have room for the rows of decode graphs, whose tiles have ``pairs`` slots; before they are captured."""
+        self._tables.reserve(rows)
+        first = Dispatch.room(self._tables.capacity, self._backend.most_targets, pairs)
+        self._fixed = FixedTables(first, self._tables.device)
+
+    def rows_of(self, forward_batch: ForwardBatch) -> np.ndarray:
+        """The numbers of a batch's routed rows."""
+        mine = [adapter in self._loaded for adapter in forward_batch.lora_ids or ()]
+        return np.flatnonzero(np.repeat(mine, row_lengths(forward_batch))) if any(mine) else np.zeros(0, np.int64)
+
+    def fits_tiles(self, forward_batch: ForwardBatch, pairs: int) -> bool:
+        """Whether a graph's tables hold the tiles of a batch's routed rows, with ``pairs`` slots for a row's members.
+
+        They do where every row applies its members in one pass, and these make no more sets than there are slots.
+        """
+        named = [self._loaded[one] for one in dict.fromkeys(forward_batch.lora_ids or ()) if one in self._loaded]
+        parts = [(one.members, Routed(0, tuple(range(len(one.members))), one.spec.top_k)) for one in named]
+        sets = {frozenset(some) for members, part in parts for some in combinations(members, part.width)}
+        if any(part.passes > 1 or part.width > pairs for _, part in parts):
+            return False
+        return len(sets) + 1 <= self._backend.most_targets
 
     def prepare(self, forward_batch: ForwardBatch, always: Pairs) -> None:
         """Note what the routers will have to know of the batch that runs next.
@@ -76,9 +106,9 @@ class TokenRouting:
         if batch is None:
             return
         self._named = [one for one in dict.fromkeys(adapters) if one is not None and one in self._loaded]
-        if not batch.in_graph:
+        if batch.prefill or not batch.in_graph:
             self._rows = self._rows_of(forward_batch) if self._named else None
-        elif not batch.prefill and forward_batch.batch_size <= self._tables.max_rows:
+        elif self._tables.max_rows:
             indices = [self._loaded[a].index if a is not None and a in self._loaded else -1 for a in adapters]
             members = {
                 self._loaded[name].index: [
@@ -87,6 +117,8 @@ class TokenRouting:
                 for name in self._named
             }
             self._tables.refresh(indices, members)
+            if self._named and batch.routing.gates is None and self._fixed is not None:
+                self._fixed.write(self._dispatched(batch.routing))
 
     def _rows_of(self, forward_batch: ForwardBatch) -> RoutedRows:
         lengths = row_lengths(forward_batch)
@@ -120,11 +152,36 @@ class TokenRouting:
         if not batch.in_graph:
             if self._rows is not None:
                 batch.routing = self._routed(batch.routing, self._rows, x, forward_batch)
-        elif not batch.prefill and x.shape[0] <= tables.max_rows:
+        elif not batch.prefill and tables.max_rows:
             tables.route_decode(
                 batch.routing.gates, x, forward_batch.input_ids, forward_batch.req_pool_indices,
                 forward_batch.seq_lens, forward_batch.out_cache_loc,
             )  # fmt: skip
+            if batch.routing.gates is None:
+                assert self._fixed is not None
+                (*shared, words), rows = self._fixed.tensors, x.shape[0]
+                fill_tiles(batch.routing, batch.counts, tables.weights[:rows], tables.row_routed[:rows], shared, words)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the prefill that runs next has routed rows, which ``route_ahead`` is to route."""
+        batch = self._backend.batch_info
+        return batch is not None and batch.in_graph and self._rows is not None
+
+    def route_ahead(self, x: torch.Tensor, forward_batch: ForwardBatch) -> None:
+        """Before a prefill's graph is replayed, put its routed rows into the tables that the graph reads.
+
+        Args:
+            x: [T, hidden] input embeddings of the batch, without padding.
+        """
+        batch, rows = self._backend.batch_info, self._rows
+        assert rows is not None
+        weights = self._tables.route_prefill(rows, x, forward_batch.input_ids, forward_batch.out_cache_loc)
+        if batch.routing.gates is not None:
+            add_gates(batch.routing.gates[: len(weights)], weights, rows.routed, *self._members_on_device())
+            return
+        *shared, words = put(self._dispatched(batch.routing), self._tables.device)
+        fill_tiles(batch.routing, batch.counts, weights, rows.routed, shared, words)
 
     def _routed(self, routing: Routing, rows: RoutedRows, x: torch.Tensor, forward_batch: ForwardBatch) -> Routing:
         """The batch's routing with its routed rows, given the input embeddings x [M, hidden]."""
@@ -133,7 +190,7 @@ class TokenRouting:
         weights_of = tables.weights_of if on_host else tables.route_prefill
         weights = weights_of(rows, x, forward_batch.input_ids, forward_batch.out_cache_loc)
         if routing.gates is not None and not on_host:
-            add_gates(routing, weights, rows.routed, *self._members_on_device())
+            add_gates(routing.gates, weights, rows.routed, *self._members_on_device())
             return routing
         parts, rest = self._parts(), others(routing.groups, routing.rows, self._taken)
         if not on_host:
@@ -145,6 +202,12 @@ class TokenRouting:
         """The routed adapters of the batch."""
         used = (self._loaded[name] for name in self._named)
         return [Routed(one.index, tuple(map(self._slot_of, one.members)), one.spec.top_k) for one in used]
+
+    def _dispatched(self, routing: Routing) -> list[np.ndarray]:
+        """What the tiles of a graph's batch are made by: the arrays of ``Dispatch.room``."""
+        assert routing.tile_slots is not None
+        dispatch = self._dispatch(routing)
+        return [*dispatch.shared(), dispatch.words_of(0, routing.tile_slots.shape[1])]
 
     def _dispatch(self, routing: Routing) -> Dispatch:
         return Dispatch(routing, self._parts(), self._always, self._tables.capacity)

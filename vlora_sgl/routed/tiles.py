@@ -37,20 +37,21 @@ def _targets_of(
 
 
 @triton.jit(
-    do_not_specialize=["n", "number", "always", "width"],
-    do_not_specialize_on_alignment=["known", "total", "weights", "row_routed", "widths", "targets", "scales"],
+    do_not_specialize=["n", "number", "width"],
+    do_not_specialize_on_alignment=["counts", "total", "weights", "row_routed", "widths", "targets", "scales"],
 )
 def tiles_kernel(
-    tile_rows, tile_gates, tile_slots, known, total, weights, row_routed, widths, targets, scales, words, always_gates,
-    binomials, n, number, always, width,
+    tile_rows, tile_gates, tile_slots, counts, total, weights, row_routed, widths, targets, scales, words,
+    always_gates, binomials, n, number, width,
     MEMBERS: tl.constexpr, TUPLES: tl.constexpr, TARGETS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program per target: it counts all targets' rows, which says where its tiles begin, then fills them in order.
 
     Target 0 is that of routed rows without a member. Shapes: tile_rows [T, BLOCK]; tile_gates [T, width, BLOCK];
-    tile_slots [T, width]; known, total: tiles in use before and after, int32; weights [n, MEMBERS] float32; row_routed
-    [n]; of every routed adapter widths (members of a row in a pass), targets [X, TUPLES] and scales [X, MEMBERS];
-    words [targets, width], the slots that every row applies first, always_gates [always] theirs.
+    tile_slots [T, width]; counts: int32, tiles in use before, and slots that every row applies; total: tiles in use
+    after; weights [n, MEMBERS] float32; row_routed [n]; of every routed adapter widths (members of a row in a pass),
+    targets [X, TUPLES] and scales [X, MEMBERS]; words [targets, width], those that every row applies first,
+    always_gates theirs.
     """
     u = tl.program_id(0)
     k, t, c = tl.arange(0, MEMBERS), tl.arange(0, TARGETS), tl.arange(0, CHUNK)
@@ -61,7 +62,7 @@ def tiles_kernel(
         )
         sizes += tl.sum((target[:, None] == t[None, :]).to(tl.int32), axis=0)
     tiles = (sizes + BLOCK - 1) // BLOCK
-    begin = tl.load(known)
+    begin, always = tl.load(counts), tl.load(counts + 1)
     if u == 0:
         tl.store(total, begin + tl.sum(tiles, axis=0))
     begin += tl.sum(tl.where(t < u, tiles, 0), axis=0)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from vlora_sgl.kernels.atmm.kernel import _dot, _load_b, _pick, _to_output, _to_product
+from vlora_sgl.kernels.atmm.kernel import _dot, _load_b, _pick, _to_output, _to_product, folds
 
 
 @triton.jit
@@ -61,58 +61,21 @@ def _silu_tile(
     tl.store(act_ptrs + cols[None, :], act.to(act_ptrs.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["m"])  # rows, only compared with: a count that 16 divides is no other kernel
-def grouped_silu_kernel(
-    act,
-    y,
-    b,
-    h,
-    tile_rows,
-    tile_slots,
-    n_tiles,
-    bias,
-    vectors,
-    marks,
-    m,
-    stride_act,
-    stride_y,
-    b_slot,
-    b_row,
-    h_pair,
-    I: tl.constexpr,
-    R: tl.constexpr,
-    RP: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PAIRS_P: tl.constexpr,
-    RUN: tl.constexpr,
-    STAGES: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    PDL: tl.constexpr,
-    V_SLOT: tl.constexpr,
-):
-    """act[row] = silu(y_gate + sum_p h_p B_gate^T) * (y_up + sum_p h_p B_up^T) for every row of every tile.
-
-    Rows without a slot take the plain activation. Grid (runs of RUN column tiles, row tiles): a program holds its rows
-    of h and finishes one column tile while it loads the next one's y and B.
-    """
-    t = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-    if t >= tl.load(n_tiles):
-        return
-    if tl.load(tile_rows + t * BM) >= m:
-        return
-    rows = tl.load(tile_rows + t * BM + tl.arange(0, BM)).to(tl.int64)
+@triton.jit
+def _silu_rows(
+    act, y, b, h, tile_rows, words, bias, vectors, marks, m, stride_act, stride_y, b_slot, b_row, h_pair,
+    I: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, PAIRS: tl.constexpr, PAIRS_P: tl.constexpr,
+    RUN: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr, BN: tl.constexpr, V_SLOT: tl.constexpr,
+):  # fmt: skip
+    """The first HEIGHT rows of the tile that begins at ``tile_rows``, and a program's columns (below)."""
+    rows = tl.load(tile_rows + tl.arange(0, HEIGHT)).to(tl.int64)
     row_live = ((rows >= 0) & (rows < m))[:, None]
-    order = tl.arange(0, PAIRS_P)
-    words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
     row_words = None
     if vectors is not None:
         row_words = tl.load(marks + rows[:, None], mask=row_live, other=0)
     k = tl.arange(0, RP)
     h_ptrs = h + rows[:, None] * (2 * RP) + k[None, :]
-    gate_lows = ()  # of each pair: [BM, RP]
+    gate_lows = ()  # of each pair: [HEIGHT, RP]
     up_lows = ()
     for pair in tl.static_range(PAIRS):
         used = row_live & (_pick(words, pair, PAIRS_P) != 0)  # the shrink leaves no h where there is no slot
@@ -140,4 +103,61 @@ def grouped_silu_kernel(
             _silu_tile(
                 number, y_ptrs, act_ptrs, b_ptrs, gate_lows, up_lows, words, row_live, k, bias, vectors, row_words,
                 b_slot, b_row, I, R, PAIRS, PAIRS_P, BN, True, V_SLOT,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["m"])  # rows, only compared with: a count that 16 divides is no other kernel
+def grouped_silu_kernel(
+    act,
+    y,
+    b,
+    h,
+    tile_rows,
+    tile_slots,
+    n_tiles,
+    bias,
+    vectors,
+    marks,
+    m,
+    stride_act,
+    stride_y,
+    b_slot,
+    b_row,
+    h_pair,
+    I: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_P: tl.constexpr,
+    RUN: tl.constexpr,
+    STAGES: tl.constexpr,
+    BM: tl.constexpr,
+    FOLDS: tl.constexpr,
+    BN: tl.constexpr,
+    PDL: tl.constexpr,
+    V_SLOT: tl.constexpr,
+):
+    """act[row] = silu(y_gate + sum_p h_p B_gate^T) * (y_up + sum_p h_p B_up^T) for every row of every tile.
+
+    Rows without a slot take the plain activation. Grid (runs of RUN column tiles, row tiles): a program holds its rows
+    of h and finishes one column tile while it loads the next one's y and B.
+    """
+    t = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+    if t >= tl.load(n_tiles):
+        return
+    if tl.load(tile_rows + t * BM) >= m:
+        return
+    order = tl.arange(0, PAIRS_P)
+    words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
+    tile_rows += t * BM
+    fold = 0
+    if FOLDS > 0:
+        fold = folds(tile_rows, m, BM, FOLDS)
+    for i in tl.static_range(FOLDS + 1):
+        if fold == i:
+            _silu_rows(
+                act, y, b, h, tile_rows, words, bias, vectors, marks, m, stride_act, stride_y, b_slot, b_row, h_pair,
+                I, R, RP, PAIRS, PAIRS_P, RUN, STAGES, BM >> i, BN, V_SLOT,
             )  # fmt: skip

@@ -16,7 +16,8 @@ Two families, chosen by the number of rows:
   launch. A small launch shrinks; the base GEMM runs beside it, and goes on with h and B as further steps of its
   reduction when it is through with W.
 - *grouped* (prefill, and decode with many slots): rows with the same slots are gathered into tiles; a program works on
-  one tile. Tiles may name rows past the batch (a graph's tables serve every batch size): they are left alone.
+  one tile. Tiles may name rows past the batch (a graph's tables serve every batch size): they are left alone. A tile
+  with few rows may be computed as one of half or a quarter of the rows (FOLDS): which, its program sees.
 
 Split-K partials are summed by the last program to arrive, in a fixed order: results are repeatable bit for bit.
 """
@@ -473,6 +474,55 @@ def dense_expand_kernel(
     tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def folds(tile_rows, m, BM: tl.constexpr, FOLDS: tl.constexpr):
+    """How often a tile can be halved before it is too low for its rows, FOLDS times at most; they come first."""
+    rows = tl.load(tile_rows + tl.arange(0, BM))
+    count = tl.sum(((rows >= 0) & (rows < m)).to(tl.int32), axis=0)
+    found = 0
+    for i in tl.static_range(FOLDS):
+        found += (count <= (BM >> (i + 1))).to(tl.int32)
+    return found
+
+
+@triton.jit
+def _shrink_rows(
+    x, h, tile_rows, tile_gates, partials, counters, a_ptrs, words, pair, cols, col_live, number, split, first, last,
+    m, stride_x, h_pair,
+    K: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, HEIGHT: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The first HEIGHT rows of a tile of ``grouped_shrink_kernel``, and its columns ``cols``.
+
+    ``tile_rows`` and ``tile_gates`` begin with the tile's; its partial sums with those of the tile ``number``.
+    """
+    lane_m = tl.arange(0, HEIGHT)
+    rows = tl.load(tile_rows + lane_m).to(tl.int64)
+    row_live = (rows >= 0) & (rows < m)
+    x_ptrs = x + (rows // SHARE) * stride_x
+    acc = tl.zeros((HEIGHT, BN), tl.float32)
+    for step in range(first, last):
+        k = step * BK + tl.arange(0, BK)
+        if K % BK == 0:
+            xk = tl.load(x_ptrs[:, None] + k[None, :], mask=row_live[:, None], other=0.0)
+            ak = tl.load(a_ptrs[:, None] + k[None, :], mask=col_live[:, None], other=0.0)
+        else:
+            xk = tl.load(x_ptrs[:, None] + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
+            ak = tl.load(a_ptrs[:, None] + k[None, :], mask=col_live[:, None] & (k < K)[None, :], other=0.0)
+        acc = _dot(xk, ak.T, acc)
+    wanted = row_live[:, None] & (words != 0)[None, :]
+    if SPLIT > 1:
+        spot = lane_m[:, None] * BN + tl.arange(0, BN)[None, :]
+        own = partials + number.to(tl.int64) * (SPLIT * BM * BN)
+        came = _leave_split(acc, own, spot, split, counters + number, BM * BN)
+        wanted &= came == SPLIT - 1
+        if came == SPLIT - 1:
+            acc = _sum_splits(own, spot, counters + number, BM * BN, SPLIT)
+    gate = tl.load(tile_gates + pair[None, :] * BM + lane_m[:, None], mask=wanted, other=0.0)
+    ptrs = h + pair.to(tl.int64)[None, :] * h_pair + rows[:, None] * H + (cols % H)[None, :]
+    tl.store(ptrs, (acc * gate).to(h.dtype.element_ty), mask=wanted)
+
+
 @triton.jit(do_not_specialize=["m"])  # rows, only compared with: a count that 16 divides is no other kernel
 def grouped_shrink_kernel(
     x,
@@ -495,6 +545,7 @@ def grouped_shrink_kernel(
     SHARE: tl.constexpr,
     SPLIT: tl.constexpr,
     BM: tl.constexpr,
+    FOLDS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -521,9 +572,6 @@ def grouped_shrink_kernel(
     ranks = words >> 16
     if tl.max(ranks, 0) == 0:
         return
-    lane_m = tl.arange(0, BM)
-    rows = tl.load(tile_rows + t * BM + lane_m).to(tl.int64)
-    row_live = (rows >= 0) & (rows < m)
     within = cols % RP
     col_live = within < ranks
     STEPS: tl.constexpr = (K + BK - 1) // BK
@@ -532,29 +580,19 @@ def grouped_shrink_kernel(
     last = tl.minimum(first + SPAN, STEPS)
     if tl.max(col_live.to(tl.int32), 0) == 0:
         last = first  # only padding here: no bytes to read
-    x_ptrs = x + (rows // SHARE) * stride_x
     a_ptrs = a + places.to(tl.int64) * a_slot + ((cols % H // RP) * ranks + within).to(tl.int64) * K
-    acc = tl.zeros((BM, BN), tl.float32)
-    for step in range(first, last):
-        k = step * BK + tl.arange(0, BK)
-        if K % BK == 0:
-            xk = tl.load(x_ptrs[:, None] + k[None, :], mask=row_live[:, None], other=0.0)
-            ak = tl.load(a_ptrs[:, None] + k[None, :], mask=col_live[:, None], other=0.0)
-        else:
-            xk = tl.load(x_ptrs[:, None] + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
-            ak = tl.load(a_ptrs[:, None] + k[None, :], mask=col_live[:, None] & (k < K)[None, :], other=0.0)
-        acc = _dot(xk, ak.T, acc)
-    if SPLIT > 1:
-        spot = lane_m[:, None] * BN + tl.arange(0, BN)[None, :]
-        number = t * H_TILES + n_tile
-        own = partials + number.to(tl.int64) * (SPLIT * BM * BN)
-        if _leave_split(acc, own, spot, split, counters + number, BM * BN) != SPLIT - 1:
-            return
-        acc = _sum_splits(own, spot, counters + number, BM * BN, SPLIT)
-    wanted = row_live[:, None] & (words != 0)[None, :]
-    gate = tl.load(tile_gates + (t * PAIRS + pair)[None, :] * BM + lane_m[:, None], mask=wanted, other=0.0)
-    ptrs = h + pair.to(tl.int64)[None, :] * h_pair + rows[:, None] * H + (cols % H)[None, :]
-    tl.store(ptrs, (acc * gate).to(h.dtype.element_ty), mask=wanted)
+    number = t * H_TILES + n_tile
+    tile_rows += t * BM
+    tile_gates += t * PAIRS * BM
+    fold = 0
+    if FOLDS > 0:
+        fold = folds(tile_rows, m, BM, FOLDS)
+    for i in tl.static_range(FOLDS + 1):
+        if fold == i:
+            _shrink_rows(
+                x, h, tile_rows, tile_gates, partials, counters, a_ptrs, words, pair, cols, col_live, number, split,
+                first, last, m, stride_x, h_pair, K, H, SHARE, SPLIT, BM, BM >> i, BN, BK,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -610,6 +648,40 @@ def _expand_tile(
     tl.store(y_ptrs + cols[None, :], acc.to(y_ptrs.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def _expand_rows(
+    y, bias, b, h, tile_rows, words, vectors, marks, m, stride_y, b_slot, b_row, h_pair,
+    O1: tl.constexpr, O2: tl.constexpr, O3: tl.constexpr, O4: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, PAIRS: tl.constexpr, PAIRS_P: tl.constexpr, N_TILES: tl.constexpr, RUN: tl.constexpr,
+    STAGES: tl.constexpr, ACCUMULATE: tl.constexpr, HAS_BIAS: tl.constexpr, HEIGHT: tl.constexpr, BN: tl.constexpr,
+    V_SLOT: tl.constexpr,
+):  # fmt: skip
+    """The first HEIGHT rows of the tile that begins at ``tile_rows``, and a program's columns (below)."""
+    rows = tl.load(tile_rows + tl.arange(0, HEIGHT)).to(tl.int64)
+    row_live = ((rows >= 0) & (rows < m))[:, None]
+    row_words = None
+    if vectors is not None:
+        row_words = tl.load(marks + rows[:, None], mask=row_live, other=0)
+    k = tl.arange(0, RP)
+    first = tl.program_id(0) * RUN
+    last = tl.minimum(first + RUN, N_TILES)
+    h_ptrs = h + rows[:, None] * (C * RP) + k[None, :]
+    y_ptrs = y + rows[:, None] * stride_y
+    b_ptrs = b + k[None, :]
+    if tl.max((words >> 16) % 8, 0) == 0:
+        for number in tl.range(first, last, num_stages=STAGES):
+            _expand_tile(
+                number, y_ptrs, bias, b_ptrs, h_ptrs, words, row_live, k, vectors, row_words, b_slot, b_row, h_pair,
+                O1, O2, O3, O4, R, RP, PAIRS, PAIRS_P, ACCUMULATE, HAS_BIAS, HEIGHT, BN, False, V_SLOT,
+            )  # fmt: skip
+    else:
+        for number in range(first, last):
+            _expand_tile(
+                number, y_ptrs, bias, b_ptrs, h_ptrs, words, row_live, k, vectors, row_words, b_slot, b_row, h_pair,
+                O1, O2, O3, O4, R, RP, PAIRS, PAIRS_P, ACCUMULATE, HAS_BIAS, HEIGHT, BN, True, V_SLOT,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["m"])  # rows, only compared with: a count that 16 divides is no other kernel
 def grouped_expand_kernel(
     y,
@@ -641,6 +713,7 @@ def grouped_expand_kernel(
     ACCUMULATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BM: tl.constexpr,
+    FOLDS: tl.constexpr,
     BN: tl.constexpr,
     PDL: tl.constexpr,
     V_SLOT: tl.constexpr,
@@ -658,28 +731,16 @@ def grouped_expand_kernel(
         return
     if tl.load(tile_rows + t * BM) >= m:
         return
-    rows = tl.load(tile_rows + t * BM + tl.arange(0, BM)).to(tl.int64)
-    row_live = ((rows >= 0) & (rows < m))[:, None]
     order = tl.arange(0, PAIRS_P)
     words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
-    row_words = None
-    if vectors is not None:
-        row_words = tl.load(marks + rows[:, None], mask=row_live, other=0)
-    k = tl.arange(0, RP)
-    first = tl.program_id(0) * RUN
-    last = tl.minimum(first + RUN, N_TILES)
-    h_ptrs = h + rows[:, None] * (C * RP) + k[None, :]
-    y_ptrs = y + rows[:, None] * stride_y
-    b_ptrs = b + k[None, :]
-    if tl.max((words >> 16) % 8, 0) == 0:
-        for number in tl.range(first, last, num_stages=STAGES):
-            _expand_tile(
-                number, y_ptrs, bias, b_ptrs, h_ptrs, words, row_live, k, vectors, row_words, b_slot, b_row, h_pair,
-                O1, O2, O3, O4, R, RP, PAIRS, PAIRS_P, ACCUMULATE, HAS_BIAS, BM, BN, False, V_SLOT,
-            )  # fmt: skip
-    else:
-        for number in range(first, last):
-            _expand_tile(
-                number, y_ptrs, bias, b_ptrs, h_ptrs, words, row_live, k, vectors, row_words, b_slot, b_row, h_pair,
-                O1, O2, O3, O4, R, RP, PAIRS, PAIRS_P, ACCUMULATE, HAS_BIAS, BM, BN, True, V_SLOT,
+    tile_rows += t * BM
+    fold = 0
+    if FOLDS > 0:
+        fold = folds(tile_rows, m, BM, FOLDS)
+    for i in tl.static_range(FOLDS + 1):
+        if fold == i:
+            _expand_rows(
+                y, bias, b, h, tile_rows, words, vectors, marks, m, stride_y, b_slot, b_row, h_pair,
+                O1, O2, O3, O4, C, R, RP, PAIRS, PAIRS_P, N_TILES, RUN, STAGES, ACCUMULATE, HAS_BIAS, BM >> i, BN,
+                V_SLOT,
             )  # fmt: skip

@@ -338,7 +338,8 @@ def _grouped_shrink(
         _partials(x, tiles * h_tiles, tile, block_m), arrivals(x.device, "shrink"),
         routing.rows, x.stride(0), a.stride(0), h.stride(0),
         K=x.shape[1], C=parts, RP=rp, PAIRS=pairs, SHARE=routing.share, SPLIT=tile.split_k, BM=block_m,
-        BN=tile.block_n, BK=tile.block_k, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **early(pdl),
+        FOLDS=routing.folds, BN=tile.block_n, BK=tile.block_k, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages,
+        **early(pdl),
     )  # fmt: skip
     return h
 
@@ -361,8 +362,8 @@ def _grouped(
         b.stride(1), h.stride(0),
         O1=o1, O2=o2, O3=o3, O4=o4, C=parts, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs),
         N_TILES=n_tiles, RUN=expand.run, STAGES=_stages(expand, block_m, rp, pairs, x),
-        ACCUMULATE=tiles.end == "grouped_expand", HAS_BIAS=bias is not None, BM=block_m, BN=expand.block_n, PDL=pdl,
-        V_SLOT=_vector_slot(vectors), num_warps=expand.warps, num_stages=1, **early(pdl),
+        ACCUMULATE=tiles.end == "grouped_expand", HAS_BIAS=bias is not None, BM=block_m, FOLDS=routing.folds,
+        BN=expand.block_n, PDL=pdl, V_SLOT=_vector_slot(vectors), num_warps=expand.warps, num_stages=1, **early(pdl),
     )  # fmt: skip
     return y
 
@@ -383,8 +384,8 @@ def _grouped_silu(tiles: Tiles, operands: Operands, vectors: Vectors | None, sta
         act, y, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles, *_of_vectors(vectors, routing),
         routing.rows, act.stride(0), y.stride(0), b.stride(0), b.stride(1), h.stride(0),
         I=width, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs), RUN=tile.run, STAGES=stages,
-        BM=block_m, BN=tile.block_n, PDL=pdl, V_SLOT=_vector_slot(vectors), num_warps=tile.warps, num_stages=1,
-        **early(pdl),
+        BM=block_m, FOLDS=routing.folds, BN=tile.block_n, PDL=pdl, V_SLOT=_vector_slot(vectors), num_warps=tile.warps,
+        num_stages=1, **early(pdl),
     )  # fmt: skip
     return act
 

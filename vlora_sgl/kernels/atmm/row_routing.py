@@ -79,6 +79,7 @@ class Routing:
         marks: [M] int32, which slots' vectors each row applies and takes out (``mark``); ``None`` where none can.
         share: rows of the output for each row of the input: a token's choices of experts.
         tuples: the slots that each row applies, where layers gather rows anew.
+        folds: how often a tile with few rows may be halved, for which its kernels are compiled (grouped kernels).
         more: what the same rows apply besides, one after the other: of each the grouped kernels' tables.
     """
 
@@ -99,6 +100,7 @@ class Routing:
     marks: torch.Tensor | None = None
     share: int = 1
     tuples: RowTuples | None = None
+    folds: int = 0
     more: tuple[Routing, ...] = ()
 
     @property
