@@ -78,13 +78,12 @@ class Served:
         """A decode step of one token each, or a prefill of these lengths behind two tokens."""
         rows = len(adapters) if lengths is None else sum(lengths)
         prefix = [2] * len(adapters)
-        longest = 50
         return SimpleNamespace(
             lora_ids=adapters, batch_size=len(adapters), mm_inputs=None,
             forward_mode=SimpleNamespace(is_extend=lambda: lengths is not None),
             extend_seq_lens_cpu=lengths, extend_prefix_lens_cpu=prefix, seq_lens_cpu=[9] * len(adapters),
             seq_lens=torch.full((rows,), 9, device=DEVICE), req_pool_indices=torch.arange(rows, device=DEVICE) % 8,
-            out_cache_loc=torch.arange(rows, device=DEVICE) + 40, input_ids=torch.arange(rows, device=DEVICE) % longest,
+            out_cache_loc=torch.arange(rows, device=DEVICE) + 40, input_ids=torch.arange(rows, device=DEVICE) % 50,
         )  # fmt: skip
 
     def prepare(self, batch: Any, merged: bool, **graph: Any) -> None:

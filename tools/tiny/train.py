@@ -29,7 +29,7 @@ from tools.tiny import scenes as S
 from tools.tiny.card import LOG
 from vlora_sgl.generate import trainer
 from vlora_sgl.generate.datasets import SPLITS, Example, read_jsonl
-from vlora_sgl.generate.token_router import RouterSettings, make_routed
+from vlora_sgl.generate.token_router import RouterSettings, joint, make_routed
 from vlora_sgl.heads.store import build_head, save_heads
 from vlora_sgl.models import tiny
 
@@ -190,7 +190,7 @@ def _save(scenes: S.Scenes, folder: Path, seed: int) -> list[Path]:
     return paths
 
 
-def _load(directory: Path, device: torch.device) -> tuple[Any, Any]:
+def load(directory: Path, device: torch.device) -> tuple[Any, Any]:
     """A saved model, in float32, and its processor."""
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
@@ -209,7 +209,7 @@ def train_adapter(
         accuracy on the test split of the base, of the adapter's decoded answer and of each head; sizes of the splits.
     """
     (domain, activate), tower = domains.EVERY[name], name in domains.TOWERS
-    model, processor = _load(model_directory, device)
+    model, processor = load(model_directory, device)
     splits = {s: trainer.Prepared(model, processor, read_jsonl(data / domain / f"{s}.jsonl"), tower) for s in SPLITS}
     train, validation, test = splits.values()
     before = float(np.mean(trainer.exact_match(model, processor, test)))
@@ -240,10 +240,19 @@ def train_adapter(
 
 
 def train_routed(
-    model_directory: Path, adapters: Path, data: Path, out: Path, device: torch.device, steps: int, seed: int
+    model_directory: Path,
+    adapters: Path,
+    data: Path,
+    out: Path,
+    device: torch.device,
+    steps: int,
+    seed: int,
+    together: bool = False,
 ) -> dict[str, Any]:
     """Train a token router over the adapters that start at the first token, without telling it the domains.
 
+    Args:
+        together: train the adapters with it, and tell it the domains.
     Returns:
         what ``generate.token_router.make_routed`` reports, on the test splits; the routed adapter is in ``out``.
     """
@@ -253,8 +262,9 @@ def train_routed(
         {domain: read_jsonl(data / domain / f"{split}.jsonl") for domain in members.values()}
         for split in ("train", "test")
     )
-    model, processor = _load(model_directory, device)
-    return make_routed(model, processor, paths, train, test, out, RouterSettings(steps=steps, seed=seed))
+    model, processor = load(model_directory, device)
+    settings = RouterSettings(steps=steps, seed=seed)
+    return make_routed(model, processor, paths, train, test, out, joint(settings) if together else settings)
 
 
 def main() -> None:
@@ -287,7 +297,7 @@ def main() -> None:
                 log["versions"] = {"torch": torch.__version__}
                 log[stage] = make_base(model, args.device, args.steps, args.batch_size, args.seed)
             elif stage == "base":
-                log[stage] = accuracy(*_load(model, args.device), TEST_SCENES, TEST_SEED)
+                log[stage] = accuracy(*load(model, args.device), TEST_SCENES, TEST_SEED)
             elif stage == "adapters":
                 settings = (model, data, adapters, args.device, args.adapter_steps, args.seed)
                 log[stage] = log.get(stage, {}) | {name: train_adapter(name, *settings) for name in args.adapters}

@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME=DIR",
         help="of the routed adapter; by default what an earlier run of CONFIG wrote",
     )
+    parser.add_argument(
+        "--joint", action="store_true", help="with --router: train the members too, and tell data sets of their names"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(argv)
     from vlora_sgl.generate.processes import processes_of
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{args.config}: {len(config.datasets)} data sets, no faults")
             return 0
         if args.router is not None:
-            return _route(config, datasets, args.members, args.router)
+            return _route(config, datasets, args.members, args.router, args.joint)
         report = run(config, datasets)
     except (ConfigError, MissingDependencyError) as error:
         print(error, file=sys.stderr)
@@ -66,12 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _route(config: RunConfig, datasets: Sequence[LoadedSet], members: Sequence[str] | None, out: Path) -> int:
+def _route(
+    config: RunConfig, datasets: Sequence[LoadedSet], members: Sequence[str] | None, out: Path, together: bool
+) -> int:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from vlora_sgl.generate.learner import base_directory
     from vlora_sgl.generate.processes import device_of
-    from vlora_sgl.generate.token_router import RouterSettings, make_routed
+    from vlora_sgl.generate.token_router import RouterSettings, joint, make_routed
 
     pairs = [one.partition("=") for one in members or ()]
     adapters = {name: Path(directory) for name, _, directory in pairs}
@@ -88,6 +93,7 @@ def _route(config: RunConfig, datasets: Sequence[LoadedSet], members: Sequence[s
     model.to(device_of(config))
     train, test = ({one.spec.name: one.splits[s] for one in datasets} for s in ("train", "test"))
     settings = RouterSettings(seed=config.seed)
+    settings = joint(settings) if together else settings
     report = make_routed(model, AutoProcessor.from_pretrained(base), adapters, train, test, out, settings)
     for name in report["routed"]:
         print(f"{name}: {report['routed'][name]:.3f} (best single adapter {report['oracle'][name]:.3f}, "

@@ -1,7 +1,8 @@
-"""Trains the token router of a routed adapter; base and members stay as they are (MoLoRA, section 4.3).
+"""Trains the token router of a routed adapter, alone or with its members (MoLoRA, sections 4.3 and E).
 
-The data carry no domain labels: the loss is that of the answers, plus the load balancing loss of Switch Transformer
-(Fedus et al., 2022, equation 4), which keeps every member in use. At first all members are weighed, by a softmax that
+The loss is that of the answers, plus the load balancing loss of Switch Transformer (Fedus et al., 2022, equation 4),
+which keeps every member in use; and where tokens are labelled with their member, that of the router's votes. The base
+stays as it is. At first all members are weighed, by a softmax that
 grows sharper from step to step; then each token gets what serving gives it, the best members only, and the softmax
 only says in which direction to change the votes (straight-through; Bengio et al., 2013). Without that second phase a
 router is trained for blends that it will not be served with.
@@ -13,7 +14,7 @@ import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 from vlora_sgl.core import JsonDict
 from vlora_sgl.generate.datasets import Example
-from vlora_sgl.generate.trainer import IGNORE, Prepared, base_of, exact_match, prepared, shuffled
+from vlora_sgl.generate.trainer import IGNORE, Prepared, base_of, exact_match, prepared, save_adapter, shuffled
 from vlora_sgl.routed.peft import RoutedModel
 from vlora_sgl.routed.spec import RoutedSpec, write_routed
 from vlora_sgl.routed.token_router import Router
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
 REPORT_FILE = "vlora_routed_report.json"
+MEMBERS = "members"
+"""Where members that learnt along go, each in a directory of its name."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class RouterSettings:
         sharpest: temperature of the softmax at the end of the soft steps; it starts at 1 and falls geometrically.
         balance: weight of the load balancing loss.
         per_domain: training examples drawn from each domain, at most: a router is small and needs few.
+        adapter_rate: learning rate of the members, which learn along; 0 leaves them as they are.
+        labels: weight of the cross-entropy of the votes of tokens whose member is known.
     """
 
     steps: int = 400
@@ -56,6 +61,13 @@ class RouterSettings:
     context: str = "prefix"
     seed: int = 0
     per_domain: int = 200
+    adapter_rate: float = 0.0
+    labels: float = 0.0
+
+
+def joint(settings: RouterSettings) -> RouterSettings:
+    """These settings, with members that learn along and votes that follow labels, so with fewer soft steps."""
+    return replace(settings, adapter_rate=1e-3, labels=0.5, soft_share=0.2, balance=1e-3, per_domain=400)
 
 
 def load_members(model: PreTrainedModel, adapters: Mapping[str, Path]) -> PeftModel:
@@ -75,9 +87,12 @@ def train_router(
     members: Sequence[str],
     examples: Sequence[Example] | Prepared,
     settings: RouterSettings,
+    labels: Sequence[torch.Tensor] | None = None,
 ) -> RoutedSpec:
     """Train a router over ``members``, adapters loaded in ``peft_model``, on ``examples`` of any mixture of domains.
 
+    Args:
+        labels: of every example, [T] int64, the member that each of its tokens is for, ``IGNORE`` where nobody knows.
     Returns:
         The routed adapter, as it is to be served.
 
@@ -85,36 +100,67 @@ def train_router(
         FloatingPointError: the loss became infinite or NaN.
     """
     torch.manual_seed(settings.seed)
-    device = next(peft_model.parameters()).device
     hidden = base_of(peft_model).config.get_text_config().hidden_size
-    router = Router(hidden, len(members), settings.context).to(device)
-    routed = RoutedModel(peft_model, RoutedSpec(tuple(members), router=router, top_k=settings.top_k))
-    data = prepared(peft_model, processor, examples)
-    optimizer = torch.optim.AdamW(router.parameters(), lr=settings.learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps + 1)
+    router = Router(hidden, len(members), settings.context).to(next(peft_model.parameters()).device)
+    spec = RoutedSpec(tuple(members), router=router, top_k=settings.top_k)
+    train_routed(peft_model, processor, spec, examples, settings, labels)
+    router.requires_grad_(False).eval()
+    return spec
+
+
+def train_routed(
+    peft_model: PeftModel,
+    processor: ProcessorMixin,
+    spec: RoutedSpec,
+    examples: Sequence[Example] | Prepared,
+    settings: RouterSettings,
+    labels: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """Train what a routed adapter has to learn, in place: its router, if any, and with ``adapter_rate`` its members.
+
+    Raises:
+        FloatingPointError: the loss became infinite or NaN.
+    """
+    routed, data = RoutedModel(peft_model, spec), prepared(peft_model, processor, examples)
+    device = next(peft_model.parameters()).device
+    groups = []
+    if spec.router is not None:
+        groups.append({"params": list(spec.router.parameters()), "lr": settings.learning_rate})
+    adapters = [p for name, p in peft_model.named_parameters() if "lora_" in name] if settings.adapter_rate else []
+    if adapters:
+        groups.append({"params": adapters, "lr": settings.adapter_rate})
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    rates = [group["lr"] for group in groups]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=settings.steps + 1)
     batches = shuffled(len(data), settings.batch_size, settings.steps, settings.seed)
-    bar = tqdm(batches, desc="router", total=settings.steps, mininterval=5)
+    bar = tqdm(batches, desc="routed", total=settings.steps, mininterval=5)
     with routed.applied():
+        for parameter in adapters:
+            parameter.requires_grad_(True)
         for step, chosen in enumerate(bar):
             softened = step / (settings.soft_share * settings.steps)
             routed.straight = softened >= 1
             routed.temperature = 1.0 if routed.straight else settings.sharpest**softened
-            inputs, labels = data.batch(chosen, device)
+            inputs, wanted = data.batch(chosen, device)
             with data.seen(chosen):
                 logits = peft_model(**inputs, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(
-                logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE
+                logits[:, :-1].float().flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=IGNORE
             )
-            balance = balance_loss(routed.probabilities[inputs["attention_mask"].bool()])
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            if spec.router is not None:
+                balance = balance_loss(routed.probabilities[inputs["attention_mask"].bool()])
+                loss = loss + settings.balance * balance
+                if labels is not None and settings.labels:
+                    loss = loss + settings.labels * label_loss(routed.means, [labels[i] for i in chosen])
             optimizer.zero_grad()
-            (loss + settings.balance * balance).backward()
-            torch.nn.utils.clip_grad_norm_(router.parameters(), 1.0)
+            loss.backward()
+            for group in groups:
+                torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
             optimizer.step()
             schedule.step()
-            bar.set_postfix(loss=f"{loss.item():.3f}", balance=f"{balance.item():.2f}", refresh=False)
     if not torch.isfinite(loss):
         raise FloatingPointError("the training loss is not finite")
-    return RoutedSpec(tuple(members), router=router.requires_grad_(False).eval(), top_k=settings.top_k)
 
 
 def balance_loss(weights: torch.Tensor) -> torch.Tensor:
@@ -126,6 +172,13 @@ def balance_loss(weights: torch.Tensor) -> torch.Tensor:
     members = weights.shape[1]
     best = torch.nn.functional.one_hot(weights.argmax(-1), members).float().mean(0)
     return members * (best * weights.mean(0)).sum()
+
+
+def label_loss(votes: torch.Tensor, labels: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy of the votes [B, T, K] of tokens whose member is known; rows are padded on the right."""
+    wanted = torch.nn.utils.rnn.pad_sequence(list(labels), batch_first=True, padding_value=IGNORE).to(votes.device)
+    wrong = torch.nn.functional.cross_entropy(votes.flatten(0, 1), wanted.flatten(), reduction="sum")
+    return wrong / (wanted != IGNORE).sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -213,6 +266,9 @@ def make_routed(
 ) -> JsonDict:
     """Train a router over ``adapters``, write the routed adapter to ``out``, and measure it.
 
+    Members that learn along (``adapter_rate``) go to ``out/members``; what they are measured against, the adapters
+    alone, is as they were given. A domain of a member's name labels its tokens for that member.
+
     Args:
         model: the base model; adapters: PEFT directories by the names they will be served under.
         train: examples by domain; the router sees them shuffled together, without the domain.
@@ -225,14 +281,19 @@ def make_routed(
     """
     peft_model = load_members(model, adapters)
     members = list(adapters)
+    rows = {domain: prepared(peft_model, processor, examples) for domain, examples in test.items()}
+    single = single_accuracies(peft_model, processor, [None, *members], rows)
     rng = random.Random(settings.seed)
-    drawn = [e for rows in train.values() for e in rng.sample(list(rows), min(settings.per_domain, len(rows)))]
-    spec = train_router(peft_model, processor, members, drawn, settings)
+    drawn = {d: rng.sample(list(every), min(settings.per_domain, len(every))) for d, every in train.items()}
+    data = prepared(peft_model, processor, [example for some in drawn.values() for example in some])
+    owners = [members.index(d) if d in members else IGNORE for d, some in drawn.items() for _ in some]
+    labels = [torch.full_like(row["input_ids"][0], k) for row, k in zip(data.data.rows, owners, strict=True)]
+    spec = train_router(peft_model, processor, members, data, settings, labels)
     assert spec.router is not None
     write_routed(out, members, spec.router, spec.top_k)
-    rows = {domain: prepared(peft_model, processor, examples) for domain, examples in test.items()}
+    if settings.adapter_rate:
+        save_adapter(peft_model, out / MEMBERS)
     routed = evaluate_routed(peft_model, processor, spec, rows)
-    single = single_accuracies(peft_model, processor, [None, *members], rows)
     oracle = {domain: max(single[m][domain] for m in members) for domain in rows}
     report = {
         "settings": asdict(settings),

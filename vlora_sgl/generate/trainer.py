@@ -328,7 +328,8 @@ def save_adapter(
     for name, parameter in peft_model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
-    (Path(directory) / "README.md").unlink(missing_ok=True)
+    for readme in Path(directory).rglob("README.md"):
+        readme.unlink()
     if heads or activate or prompt or metrics:
         save_heads(directory, heads, activate, prompt, metrics)
 
