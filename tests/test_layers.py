@@ -13,7 +13,7 @@ PACKAGE = Path(vlora_sgl.__file__).parent
 # A room may import rooms to its left, and these, which import no room.
 SHARED = (
     *("errors", "combined", "core", "names", "files", "strict_json", "images", "request", "seams", "_sgl"),
-    *("_sgl_types", "platforms", "server_args", "sources", "versions", "page"),
+    *("_sgl_types", "platforms", "server_args", "sources", "versions", "page", "scaled"),
 )
 ENGINE = (
     *("kernels", "multimodal", "mem_cache", "heads", "routed", "lora", "model_executor", "managers", "entrypoints"),

@@ -200,6 +200,22 @@ NAMES: dict[str, str] = {
     "LlamaMLP": "sglang.srt.models.llama:LlamaMLP",
     "Qwen2MLP": "sglang.srt.models.qwen2:Qwen2MLP",
     "UnquantizedLinearMethod": "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod",
+    # quantised linears, and the configurations that choose them
+    "Fp8Config": "sglang.srt.layers.quantization.fp8:Fp8Config",
+    "Fp8LinearMethod": "sglang.srt.layers.quantization.fp8:Fp8LinearMethod",
+    "W8A8Fp8Config": "sglang.srt.layers.quantization.w8a8_fp8:W8A8Fp8Config",
+    "W8A8Fp8LinearMethod": "sglang.srt.layers.quantization.w8a8_fp8:W8A8Fp8LinearMethod",
+    "W8A8Int8Config": "sglang.srt.layers.quantization.w8a8_int8:W8A8Int8Config",
+    "W8A8Int8LinearMethod": "sglang.srt.layers.quantization.w8a8_int8:W8A8Int8LinearMethod",
+    "CompressedTensorsConfig": "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"
+    ":CompressedTensorsConfig",
+    "CompressedTensorsLinearMethod": "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"
+    ":CompressedTensorsLinearMethod",
+    "AWQConfig": "sglang.srt.layers.quantization.awq.awq:AWQConfig",
+    "AWQLinearMethod": "sglang.srt.layers.quantization.awq.awq:AWQLinearMethod",
+    "GPTQConfig": "sglang.srt.layers.quantization.gptq.gptq:GPTQConfig",
+    "GPTQLinearMethod": "sglang.srt.layers.quantization.gptq.gptq:GPTQLinearMethod",
+    "GPTQMarlinLinearMethod": "sglang.srt.layers.quantization.gptq.gptq:GPTQMarlinLinearMethod",
     "EMBEDDING_NAMES": "sglang.srt.lora.utils:EMBEDDING_NAMES",
     "get_target_module_name": "sglang.srt.lora.utils:get_target_module_name",
     "LORA_BACKENDS": "sglang.srt.lora.backend.lora_registry:LORA_SUPPORTED_BACKENDS",

@@ -87,6 +87,13 @@ class VLoraArgs:
         "in device memory) or 'host' (pinned memory, switches at the speed of the bus)",
         choices=("device", "host"),
     )
+    merge_tolerance: float = _flag(
+        0.05,
+        "largest relative error of a layer's output that folding an adapter into FP8 weights may make; one that makes "
+        "more stays unmerged. 0: nothing is folded into FP8",
+        type=float,
+        metavar="SHARE",
+    )
     slot_ranks: tuple[int, ...] = _flag(
         (),
         "ranks of the device slots for adapters, one number a slot, so that a small adapter does not cost what the "
@@ -215,6 +222,8 @@ class VLoraArgs:
             raise ConfigError(
                 f"--vlora-theta and --vlora-wait-bound must be > 0; got {self.theta!r} and {self.wait_bound!r}"
             )
+        if not 0 <= self.merge_tolerance <= 1:
+            raise ConfigError(f"--vlora-merge-tolerance must be from 0 to 1; got {self.merge_tolerance!r}")
         if self.fetch_ahead < 0:
             raise ConfigError(f"--vlora-fetch-ahead must be 0 or more; got {self.fetch_ahead!r}")
         if not 1 <= self.max_image_pixels <= MOST_IMAGE_PIXELS:
@@ -360,6 +369,7 @@ def split_argv(argv: Sequence[str]) -> tuple[VLoraArgs, list[str]]:
 # SGLang's settings that a plain CPU cannot do: the field, the values that it can, and why not the others.
 KERNELS = "its kernels are for GPUs"
 GPU_MEMORY = "it moves what is in a GPU's memory, and there is none"
+QUANTISED_ON_A_CPU = ("fp8", "w8a8_fp8", "w8a8_int8", "compressed-tensors", "awq", "gptq")
 GPU_LINKS = "it is about links between GPUs"
 NOT_ON_A_CPU: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("device", ("cpu",), "there is no other device"),
@@ -368,7 +378,7 @@ NOT_ON_A_CPU: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("decode_attention_backend", ("torch_native",), KERNELS),
     ("mm_attention_backend", ("sdpa",), KERNELS),
     ("sampling_backend", ("pytorch",), KERNELS),
-    ("quantization", (), KERNELS),
+    ("quantization", QUANTISED_ON_A_CPU, KERNELS),
     ("torchao_config", ("",), KERNELS),
     ("moe_a2a_backend", ("none",), GPU_LINKS),
     ("cuda_graph_backend_decode", ("disabled",), "there are no CUDA graphs"),

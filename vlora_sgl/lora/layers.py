@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from vlora_sgl import _sgl
+from vlora_sgl.errors import ConfigError
 from vlora_sgl.kernels.atmm import Rotation, Vectors, on_kernels
 from vlora_sgl.kernels.atmm.launch import MAX_PARTS
 from vlora_sgl.kernels.rotary import rotate_and_store
 from vlora_sgl.lora.expert_layers import AtmmExperts
+from vlora_sgl.lora.quantised import why_not_served
 from vlora_sgl.lora.vocabulary import AtmmEmbedding, AtmmLMHead
 from vlora_sgl.seams import Place, Places
 
@@ -271,7 +273,13 @@ def layer_class(layer: nn.Module) -> type[nn.Module] | None:
 
 
 def wrap_layer(original: Callable[..., nn.Module], layer: nn.Module, lora_backend: Any) -> nn.Module:
-    """Wraps SGLang's ``get_lora_layer``: for ATMM a linear is wrapped by a class of ours, if there is one."""
+    """Wraps SGLang's ``get_lora_layer``: for ATMM a linear is wrapped by a class of ours, if there is one.
+
+    Raises:
+        ConfigError: the layer is quantised in a format that is not served with adapters.
+    """
+    if isinstance(layer, _sgl.LinearBase) and (why := why_not_served(layer)) is not None:
+        raise ConfigError(f"{why} (docs/quantization.md)")
     ours = layer_class(layer) if lora_backend.name == "atmm" else None
     return ours(layer, lora_backend) if ours is not None else original(layer, lora_backend)
 

@@ -102,7 +102,9 @@ class VLoraManager(_sgl.LoRAManager):
             )
         vectors = self._room_for_vectors() if self._vlora.dora or has_vectors(self.loras.values()) else None
         modules = (self.lora_modules, self.target_modules, self.device)
-        self._merger = Merger(self.loras, self.memory_pool, self._rows, *modules, self._copy, self.tower)
+        self._merger = Merger(
+            self.loras, self.memory_pool, self._rows, *modules, self._copy, self.tower, self._vlora.merge_tolerance
+        )
         if vectors is not None:
             vectors.base = self._merger.base
 
@@ -192,11 +194,12 @@ class VLoraManager(_sgl.LoRAManager):
         return result
 
     def adapter_state(self) -> dict[str, JsonDict]:
-        """What ``/server_info`` shows of every adapter in memory, by id; ``never_merged`` says why, if it is not, and
-        ``loads`` how often it came to a slot."""
+        """What ``/server_info`` shows of every adapter in memory, by id; ``never_merged`` says why, if it is not,
+        ``merge_loss`` what folding it into FP8 weights loses, ``loads`` how often it came to a slot."""
         state = self._store.state()
         for adapter, shown in state.items():
             shown["never_merged"] = self.refusal(adapter) if self.can_merge else None
+            shown["merge_loss"] = self._merger.loss(adapter) if adapter in self.loras else None
             shown["loads"] = self.residency.loads[adapter]
         return state
 

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import torch
 
-from vlora_sgl.kernels.merge import MergeTarget
+from vlora_sgl.kernels.merge import FoldTarget, MergeTarget
 from vlora_sgl.lora.layout import BaseLayout, canonical_name
 from vlora_sgl.lora.stacking import StackedAdapter, is_embedding
 
@@ -114,7 +114,7 @@ def _batches(rows: Iterable[T]) -> Iterator[list[T]]:
 
 
 def base_sizes(
-    targets: Sequence[MergeTarget], reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    targets: Sequence[MergeTarget | FoldTarget], reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, tuple[BaseSize, ...]]:
     """The sizes of the base weights, by canonical module name; one of every slice. Waits for the device once.
 
@@ -125,7 +125,7 @@ def base_sizes(
     """
     rows = []
     for target in targets:
-        weight = target.base_weights.to(target.weight.device)
+        weight = target.base_weights.to(target.lora_a.device)
         norms = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).double()
         rows.append(torch.stack([torch.linalg.vector_norm(norms), weight.abs().max().double(), norms.max()]))
     sizes = torch.stack(rows)
@@ -134,11 +134,12 @@ def base_sizes(
     named = zip(targets, sizes.tolist(), strict=True)
     return {
         name: tuple(BaseSize(*size) for _, size in same)
-        for name, same in groupby(named, key=lambda pair: _module(pair[0].name))
+        for name, same in groupby(named, key=lambda pair: module_of(pair[0].name))
     }
 
 
-def _module(target: str) -> str:
+def module_of(target: str) -> str:
+    """The canonical name of a target's module."""
     name = target.partition("[")[0]
     return canonical_name(name) or name
 

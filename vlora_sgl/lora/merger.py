@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.core import AdapterId
 from vlora_sgl.errors import UnknownAdapterError
-from vlora_sgl.kernels.merge import BiasTarget, MergeTable
+from vlora_sgl.kernels.merge import BiasTarget, FoldTable, MergeTable, loss
 from vlora_sgl.lora.expert_layers import with_linears
-from vlora_sgl.lora.merge_bound import BaseSize, base_sizes, merge_refusal
-from vlora_sgl.lora.merge_targets import largest_of_ranks, merge_targets, why_not_mergeable
+from vlora_sgl.lora.layout import layer_of
+from vlora_sgl.lora.merge_bound import BaseSize, base_sizes, merge_refusal, module_of
+from vlora_sgl.lora.merge_targets import fold_targets, is_folded, largest_of_ranks, merge_targets, why_not_mergeable
 from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher
 from vlora_sgl.lora.packed import Layers, PackedPool, kind_in_pool, not_finite
 from vlora_sgl.lora.row_routing import RowRouting
@@ -37,6 +39,7 @@ class Merger:
         device: that the batches run on.
         copy: where the copy of the base weights lies (``base_copies``), or ``None``: nothing is ever merged.
         tower: the slots of the vision tower, whose part of an adapter is merged with the rest.
+        tolerance: what folding into FP8 weights may lose; 0, and nothing is folded.
 
     Attributes:
         switcher: the mode switch, or ``None`` when nothing may or can be merged.
@@ -52,12 +55,14 @@ class Merger:
         device: torch.device,
         copy: str | None,
         tower: Tower | None = None,
+        tolerance: float = 0.0,
     ) -> None:
         self._adapters, self._pool, self._rows, self._tower = adapters, pool, rows, tower
         self._target_modules, self._device = target_modules, device
         self._unmergeable: dict[str, str] = dict.fromkeys(_sgl.EMBEDDING_NAMES, "embeddings are shared with the input")
         self._groups: dict[str, frozenset[str]] = {}
         self._refused: dict[str, str | None] = {}
+        self._tolerance, self._losses = tolerance, dict[str, float | None]()
         self._forward_stream: torch.cuda.Stream | None = None
         self._base_sizes: dict[str, tuple[BaseSize, ...]] = {}
         self._weights: dict[Any, torch.Tensor] = {}  # copies of the base model's, by module
@@ -70,7 +75,7 @@ class Merger:
         for layer in layers:
             for name, module in with_linears(layer).items():
                 group = self._group_of(name)
-                reason = why_not_mergeable(module)
+                reason = why_not_mergeable(module, folding=self._tolerance > 0)
                 if reason is None:
                     modules.append((group, name, module))
                 else:
@@ -83,8 +88,10 @@ class Merger:
             logger.warning("no module can be merged: every batch runs unmerged")
             return None
         modules.sort(key=lambda entry: entry[0])
-        targets = merge_targets(modules, copy, self._weights)
-        table = MergeTable(targets, biases=self._bias_targets(layers))
+        plain = [entry for entry in modules if not is_folded(entry[2])]
+        folded = fold_targets([entry for entry in modules if is_folded(entry[2])], copy)
+        targets = merge_targets(plain, copy, self._weights)
+        table = MergeTable(targets, biases=self._bias_targets(layers), folded=FoldTable(folded) if folded else None)
         table.warm_up(self._pool.max_lora_rank)
         size = table.nbytes(table.groups) / 2
         logger.info(
@@ -102,9 +109,11 @@ class Merger:
                 found.append(BiasTarget(bias.detach(), self._biases[module], module.vectors[:, 1]))
         return found
 
-    def base(self, module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def base(self, module: Any) -> tuple[Any, torch.Tensor | None]:
         """A wrapped linear's weight and bias as the base model has them, whatever is merged."""
-        return self._weights.get(module, module.base_layer.weight), self._biases.get(module, module.own_bias)
+        return self._weights.get(module, getattr(module.base_layer, "weight", None)), self._biases.get(
+            module, module.own_bias
+        )
 
     @property
     def merged(self) -> AdapterId:
@@ -141,13 +150,52 @@ class Merger:
         tower = tower_of(lora)
         if tower is not None and (self._tower is None or (reason := self._tower.refusal(tower)) is not None):
             return reason
-        return merge_refusal(lora.update_sizes, self._base_sizes, float(lora.scaling), self.switcher.table.dtype)
+        scale, dtype = float(lora.scaling), self.switcher.table.dtype
+        return merge_refusal(lora.update_sizes, self._base_sizes, scale, dtype) or self._loses_too_much(adapter)
+
+    def _loses_too_much(self, adapter: str) -> str | None:
+        lost = self.loss(adapter)
+        if lost is None or lost <= self._tolerance:
+            return None
+        return (
+            f"folded into FP8 weights it would lose {lost:.3g} of a layer's output "
+            f"(--vlora-merge-tolerance {self._tolerance:g})"
+        )
+
+    def loss(self, adapter: str) -> float | None:
+        """The largest relative error that folding it makes in a layer (``kernels.merge.loss``), measured once.
+
+        ``None`` where nothing of it is folded into FP8 weights. All ranks say the same, and come here together.
+        """
+        if adapter not in self._losses:
+            self._losses[adapter] = self._measure_loss(adapter)
+        return self._losses[adapter]
+
+    @torch.no_grad()
+    def _measure_loss(self, adapter: str) -> float | None:
+        if self.switcher is None or self.switcher.table.folded is None:
+            return None
+        lora, found = self._adapters[adapter], []
+        rank, scale = int(lora.config.r), float(lora.scaling)
+        targets = self.switcher.table.folded.members(self._groups_of(adapter))
+        for name, slices in groupby(targets, lambda target: module_of(target.name)):
+            layer = layer_of(name)
+            weights = {} if layer is None else lora.layers[layer].weights
+            if f"{name}.lora_A.weight" not in weights:
+                continue
+            a, b = (weights[f"{name}.lora_{side}.weight"].to(self._device) for side in "AB")
+            row = 0
+            for part, target in enumerate(slices):
+                rows = slice(row, row := row + target.lora_b.shape[1])
+                found.append(loss(target, a[part * rank : (part + 1) * rank], b[rows], scale))
+        return float(largest_of_ranks(torch.stack(found).max()[None])) if found else None
 
     def _measure(self) -> None:
         """Take the sizes of the base weights, and forget what was said of adapters beside others."""
         self._refused.clear()
+        self._losses.clear()
         if self.switcher is not None:
-            self._base_sizes = base_sizes(self.switcher.table.targets, largest_of_ranks)
+            self._base_sizes = base_sizes(self.switcher.table.everything, largest_of_ranks)
 
     def _group_of(self, name: str) -> str:
         return kind_in_pool(name, self._target_modules)
@@ -215,6 +263,7 @@ class Merger:
         """
         self.unmerge(adapter)
         self._refused.pop(adapter, None)
+        self._losses.pop(adapter, None)
         self._groups.pop(adapter, None)
 
     def rebase(self) -> None:

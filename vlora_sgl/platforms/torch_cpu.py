@@ -47,6 +47,11 @@ class TorchCpuPlatform(CpuSRTPlatform):
     def get_paged_allocator_cls(self) -> type:
         return _sgl.PagedTokenToKVPoolAllocator
 
+    def get_quantization_config(self, quantization: str) -> type:
+        from vlora_sgl.platforms.quantised import config_for  # late: it imports SGLang's formats
+
+        return config_for(quantization)
+
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from vlora_sgl.kernels.devices import shared_memory
+from vlora_sgl.kernels.merge.folded import FoldTable, FoldTarget
 
 COLUMNS = 12  # int64 words of the table per target; the kernel names them
 
@@ -210,21 +211,27 @@ class MergeTable:
         targets: every mergeable matrix; order is free, targets of one group are best adjacent.
         tile: how the work is cut; the one of ``TILES`` when left out.
         biases: what merges of adapters with vectors shift.
+        folded: the FP8 targets, with pools of the targets' type; the targets may then be none.
 
     Raises:
         ValueError: no targets, or targets on several devices or of several types.
     """
 
     def __init__(
-        self, targets: Sequence[MergeTarget], tile: MergeTile | None = None, biases: Sequence[BiasTarget] = ()
+        self,
+        targets: Sequence[MergeTarget],
+        tile: MergeTile | None = None,
+        biases: Sequence[BiasTarget] = (),
+        folded: FoldTable | None = None,
     ) -> None:
-        if len({(t.weight.device, t.weight.dtype) for t in targets}) != 1:
+        kinds = {(t.weight.device, t.weight.dtype) for t in targets}
+        kinds |= set() if folded is None else {(folded.device, folded.dtype)}
+        if len(kinds) != 1:
             raise ValueError("a merge table needs at least one target, all on one device and of one type")
-        self.targets, self.biases = tuple(targets), tuple(biases)
+        self.targets, self.biases, self.folded = tuple(targets), tuple(biases), folded
         self._shifted = False
-        self.groups = frozenset(t.group for t in targets)
-        self.device = targets[0].weight.device
-        self.dtype = targets[0].weight.dtype
+        self.groups = frozenset(t.group for t in self.everything)
+        ((self.device, self.dtype),) = kinds
         self.tile = tile or TILES[self.dtype.itemsize]
         self._rows = [self._row(t) for t in targets]
         self._align = self._common_alignment()
@@ -252,7 +259,19 @@ class MergeTable:
     def nbytes(self, groups: Iterable[str]) -> int:
         """Bytes one operation over these groups moves at least: read the base weights, write the weights."""
         wanted = set(groups)
-        return sum(2 * t.weight.numel() * t.weight.element_size() for t in self.targets if t.group in wanted)
+        own = sum(2 * t.weight.numel() * t.weight.element_size() for t in self.targets if t.group in wanted)
+        return own + (0 if self.folded is None else self.folded.nbytes(wanted))
+
+    @property
+    def everything(self) -> Sequence[MergeTarget | FoldTarget]:
+        """All targets."""
+        return *self.targets, *self._folds(None)
+
+    def _folds(self, groups: frozenset[str] | None) -> Sequence[FoldTarget]:
+        """The FP8 targets of these groups, by default all."""
+        if self.folded is None:
+            return ()
+        return self.folded.targets if groups is None else self.folded.members(groups)
 
     def merge(
         self, groups: Iterable[str], *, slot: int, rank: int, scaling: float, vectors: int | None = None
@@ -267,6 +286,8 @@ class MergeTable:
         """
         wanted = frozenset(groups)
         self._shift(vectors)
+        if self.folded is not None:
+            self.folded.merge(wanted, slot=slot, rank=rank, scaling=scaling)
         if self.device.type == "cuda" or _interpreted():
             self._launch(wanted, slot=slot, rank=rank, scaling=scaling, vectors=vectors, restore=False)
             return
@@ -291,6 +312,8 @@ class MergeTable:
         """``W = W0``, bit for bit, for every target of ``groups``, on the current stream; and every bias."""
         wanted = frozenset(groups)
         self._shift(None)
+        if self.folded is not None:
+            self.folded.restore(wanted)
         if self.device.type == "cuda" or _interpreted():
             self._launch(wanted, slot=0, rank=0, scaling=0.0, vectors=None, restore=True)
             return
@@ -305,7 +328,7 @@ class MergeTable:
         smallest = [min(self.groups, key=lambda group: self.nbytes([group]))]
         rank = 16
         while rank < 2 * max_rank and self.device.type == "cuda":
-            for vectors in (None,) if self.targets[0].factors is None else (None, 0):
+            for vectors in (None, 0) if any(t.factors is not None for t in self.targets) else (None,):
                 self.merge(smallest, slot=0, rank=min(rank, max_rank), scaling=0.0, vectors=vectors)
             rank *= 2
         self.restore(smallest)
@@ -314,6 +337,8 @@ class MergeTable:
         """Take the present weights as the base model's, after the base model was updated, on the current stream."""
         for t in self.targets:
             t.base_weights.copy_(t.weight)
+        if self.folded is not None:
+            self.folded.refresh_base()
         for bias in self.biases:
             bias.base_bias.copy_(bias.bias)
 

@@ -1,0 +1,296 @@
+"""Merging into FP8 weights: ``W = quantise(W0 + s B A)`` with scales made anew, and ``W = W0``, numbers and scales.
+
+The copy is the quantised original, so restoring is exact and takes a quarter of what a float32 would. A fold reads it,
+adds the update in float32 and writes FP8. The new scales are the old ones times powers of two (``scaled.refit``), so
+that a weight which an adapter does not change keeps its bits; what changes is rounded once, to three bits behind the
+leading one. A row's scale needs its largest element before the first is written, so a program goes over its rows
+twice, the second time out of L2 where they fit there; a block of 128 x 128 is a tile, and is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vlora_sgl.scaled import E4M3, Scaled, refit
+
+ROWS, COLUMNS, TALL = 16, 128, 128
+"""A tile of a target with a scale a row; rows and columns of a block, else. Not searched on a GPU."""
+WORDS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class FoldTarget:
+    """One FP8 matrix, or one slice of a stacked one, of this rank's shard.
+
+    Attributes:
+        name, group, slice_index: as of ``MergeTarget``.
+        weight: W, written in place: numbers and scales.
+        base: W0, their copy; on the weight's device or in pinned host memory.
+        lora_a, lora_b: as of ``MergeTarget``, of the pool's type.
+    """
+
+    name: str
+    group: str
+    weight: Scaled
+    base: Scaled
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    slice_index: int = 0
+
+    def __post_init__(self) -> None:
+        n, k = self.weight.weight.shape
+        for one in (self.weight, self.base):
+            if one.weight.dtype != E4M3 or one.weight.shape != (n, k) or not one.weight.is_contiguous():
+                raise ValueError(f"{self.name}: expected {E4M3} [{n}, {k}], contiguous, got {one.weight.dtype}")
+            if one.scale.shape != self.weight.scale.shape or not one.scale.is_contiguous():
+                raise ValueError(f"{self.name}: scales {tuple(one.scale.shape)}, not contiguous or of two shapes")
+        if self.weight.block not in ((1, k), (TALL, COLUMNS)):
+            raise ValueError(f"{self.name}: scales of a row or of 128 x 128 elements, got {self.weight.block}")
+        if self.lora_a.shape[2] != k or self.lora_b.shape[1] != n:
+            raise ValueError(f"{self.name}: {(n, k)} does not go with pools {self.lora_a.shape}, {self.lora_b.shape}")
+        if n * max(k, self.lora_b.stride(1)) >= 2**31:
+            raise ValueError(f"{self.name}: {n} x {k} has too many elements for 32-bit offsets")
+
+    def fold(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> Scaled:
+        """W0 with an adapter of ``a`` [r, K] and ``b`` [N, r] folded in, with torch."""
+        return refit(self.updated(a, b, scaling), self.base.scale.to(a.device), self.base.block)
+
+    def updated(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+        """``W0 + s B A`` in float32, before it is quantised."""
+        return torch.addmm(self.base_weights.to(a.device), b.float(), a.float(), alpha=scaling)
+
+    @property
+    def base_weights(self) -> torch.Tensor:
+        """What W0 means, float32."""
+        return self.base.wide()
+
+
+def loss(target: FoldTarget, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """What a fold loses: ``|W - (W0 + s B A)| / |W0 + s B A|``, Frobenius; a float64 on the device.
+
+    It is the relative error, in quadratic mean, of the layer's output for inputs without a direction of their own.
+    """
+    exact = target.updated(a, b, scaling)
+    error = target.fold(a, b, scaling).wide() - exact
+    sizes = (torch.linalg.vector_norm(matrix, dtype=torch.float64) for matrix in (error, exact))
+    lost, whole = sizes
+    return torch.where(whole > 0, lost / whole, 0.0)
+
+
+def fold_reference(base: Scaled, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> Scaled:
+    """The sum in float64, rounded to float32, then quantised as ``scaled.refit`` says."""
+    exact = base.weight.double() * _whole(base) + scaling * (lora_b.double() @ lora_a.double())
+    return refit(exact.float(), base.scale, base.block)
+
+
+def _whole(matrix: Scaled) -> torch.Tensor:
+    return Scaled(torch.ones_like(matrix.weight, dtype=torch.float32), matrix.scale, matrix.block).wide().double()
+
+
+@triton.jit
+def _to_e4m3(values):  # type: ignore[no-untyped-def]
+    """Float32 rounded to a number of e4m3, ties to even: half a step is added and taken away, by the adder's rule."""
+    size = tl.abs(values)
+    exponent = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # no finer than 2^-9
+    step = (exponent + (20 << 23)).to(tl.float32, bitcast=True)
+    rounded = tl.minimum((size + step) - step, 448.0)
+    return tl.where(values < 0, -rounded, rounded)
+
+
+@triton.jit
+def _updated(  # type: ignore[no-untyped-def]
+    w0, old, a, b, rows, cols, n, k, b_row, rank, scaling,
+    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, RANK_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``W0 + s B A``, float32; ``old``: its scales."""
+    inside = (rows[:, None] < n) & (cols[None, :] < k)
+    base = tl.load(w0 + rows[:, None] * k + cols[None, :], mask=inside, other=0.0).to(tl.float32) * old
+    r = tl.arange(0, BLOCK_R)
+    # Past the adapter's rank a slot holds what an earlier one left.
+    for block in tl.static_range(0, RANK_BLOCKS):
+        s = block * BLOCK_R + r
+        a_tile = tl.load(a + s[:, None] * k + cols[None, :], mask=(s[:, None] < rank) & (cols[None, :] < k), other=0.0)
+        b_tile = tl.load(
+            b + rows[:, None] * b_row + s[None, :], mask=(rows[:, None] < n) & (s[None, :] < rank), other=0.0
+        )
+        if block == 0:
+            acc = tl.dot(b_tile, a_tile, input_precision=PRECISION)
+        else:
+            acc = tl.dot(b_tile, a_tile, acc, input_precision=PRECISION)
+    return tl.where(inside, base + scaling * acc, 0.0)
+
+
+@triton.jit
+def _refitted(largest, old):  # type: ignore[no-untyped-def]
+    """The old scales times the power of two with which the largest fits."""
+    ratio = tl.div_rn(largest, 448.0 * old)
+    bits = ratio.to(tl.int32, bitcast=True)
+    fit = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    power = (tl.minimum(tl.maximum(fit + 127, 1), 254) << 23).to(tl.float32, bitcast=True)
+    return tl.where(largest > 0, old * power, old)
+
+
+@triton.jit(do_not_specialize=["slot"])
+def _fold_kernel(
+    like: tl.tensor,  # any pointer of e4m3, never read
+    pool_like: tl.tensor,  # any pointer of the pools' type, never read
+    table: tl.tensor,  # [targets, WORDS] int64
+    tiles: tl.tensor,  # [programs, 2] int32: target, place within it
+    words: tl.constexpr,
+    slot: tl.tensor,
+    rank: tl.tensor,
+    scaling: tl.tensor,
+    BLOCKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    row = table + tl.load(tiles + 2 * program).to(tl.int64) * words
+    place = tl.load(tiles + 2 * program + 1)
+    w = tl.load(row + 0).to(like.dtype)
+    w0 = tl.load(row + 1).to(like.dtype)
+    n = tl.load(row + 4).to(tl.int32)
+    k = tl.load(row + 5).to(tl.int32)
+    b_row = tl.load(row + 8).to(tl.int32)
+    a = tl.load(row + 2).to(pool_like.dtype) + slot * tl.load(row + 6) + tl.load(row + 9) * rank * k
+    b = tl.load(row + 3).to(pool_like.dtype) + slot * tl.load(row + 7)
+    scale = tl.load(row + 10).to(tl.pointer_type(tl.float32))
+    scale0 = tl.load(row + 11).to(tl.pointer_type(tl.float32))
+    if BLOCKED:
+        across = tl.cdiv(k, BLOCK_K)
+        rows = (place // across) * BLOCK_N + tl.arange(0, BLOCK_N)
+        cols = (place % across) * BLOCK_K + tl.arange(0, BLOCK_K)
+        old = tl.load(scale0 + place)
+        old = tl.where(old > 0, old, 1.0)
+        sums = _updated(w0, tl.load(scale0 + place), a, b, rows, cols, n, k, b_row, rank, scaling,
+                        PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
+        new = _refitted(tl.max(tl.max(tl.abs(sums), 1), 0), old)
+        tl.store(scale + place, new)
+        inside = (rows[:, None] < n) & (cols[None, :] < k)
+        quantised = _to_e4m3(tl.div_rn(sums, tl.full((BLOCK_N, BLOCK_K), 1.0, tl.float32) * new))
+        tl.store(w + rows[:, None] * k + cols[None, :], quantised.to(like.dtype.element_ty), mask=inside)
+    else:
+        rows = place * BLOCK_N + tl.arange(0, BLOCK_N)
+        given = tl.load(scale0 + rows, mask=rows < n, other=1.0)
+        old = tl.where(given > 0, given, 1.0)
+        largest = tl.zeros((BLOCK_N,), tl.float32)
+        for start in range(0, k, BLOCK_K):
+            sums = _updated(w0, given[:, None], a, b, rows, start + tl.arange(0, BLOCK_K), n, k, b_row, rank, scaling,
+                            PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
+            largest = tl.maximum(largest, tl.max(tl.abs(sums), 1))
+        new = _refitted(largest, old)
+        tl.store(scale + rows, new, mask=rows < n)
+        for start in range(0, k, BLOCK_K):
+            cols = start + tl.arange(0, BLOCK_K)
+            sums = _updated(w0, given[:, None], a, b, rows, cols, n, k, b_row, rank, scaling,
+                            PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
+            inside = (rows[:, None] < n) & (cols[None, :] < k)
+            quantised = _to_e4m3(tl.div_rn(sums, tl.zeros((BLOCK_N, BLOCK_K), tl.float32) + new[:, None]))
+            tl.store(w + rows[:, None] * k + cols[None, :], quantised.to(like.dtype.element_ty), mask=inside)
+
+
+class FoldTable:
+    """All FP8 targets of one model shard, and the two operations over them.
+
+    Args:
+        targets: at least one, on one device, with pools of one type.
+
+    Raises:
+        ValueError: they are not.
+    """
+
+    def __init__(self, targets: Sequence[FoldTarget]) -> None:
+        if len({(t.weight.weight.device, t.lora_a.dtype) for t in targets}) != 1:
+            raise ValueError("a fold table needs at least one target, all on one device and with pools of one type")
+        self.targets = tuple(targets)
+        self.groups = frozenset(t.group for t in targets)
+        self.device, self.dtype = targets[0].weight.weight.device, targets[0].lora_a.dtype
+        self._table = torch.tensor([self._row(t) for t in targets], dtype=torch.int64, device=self.device)
+        self._tiles: dict[tuple[frozenset[str], bool], torch.Tensor] = {}
+
+    @staticmethod
+    def _row(t: FoldTarget) -> list[int]:
+        n, k = t.weight.weight.shape
+        addresses = [x.data_ptr() for x in (t.weight.weight, t.base.weight, t.lora_a, t.lora_b)]
+        scales = [x.data_ptr() for x in (t.weight.scale, t.base.scale)]
+        strides = [t.lora_a.stride(0), t.lora_b.stride(0), t.lora_b.stride(1)]
+        return [*addresses, n, k, *strides, t.slice_index, *scales]
+
+    def nbytes(self, groups: Iterable[str]) -> int:
+        """Bytes that a fold of these groups moves at least: every number read and written once."""
+        wanted = set(groups)
+        return sum(2 * t.weight.weight.numel() for t in self.targets if t.group in wanted)
+
+    def merge(self, groups: frozenset[str], *, slot: int, rank: int, scaling: float) -> None:
+        """Fold the adapter of a slot into every target of ``groups`` that is here, on the current stream."""
+        if self.device.type == "cuda" or _interpreted():
+            for blocked in (False, True):
+                self._launch(groups, blocked, slot=slot, rank=rank, scaling=scaling)
+            return
+        for t in self.members(groups):
+            first = t.slice_index * rank
+            found = t.fold(t.lora_a[slot, first : first + rank], t.lora_b[slot, :, :rank], scaling)
+            t.weight.weight.copy_(found.weight)
+            t.weight.scale.copy_(found.scale)
+
+    def restore(self, groups: frozenset[str]) -> None:
+        """W0, bit for bit."""
+        self._copy([(t.weight, t.base) for t in self.members(groups)])
+
+    def refresh_base(self) -> None:
+        """Take the present weights as the base model's."""
+        self._copy([(t.base, t.weight) for t in self.targets])
+
+    @staticmethod
+    def _copy(pairs: Sequence[tuple[Scaled, Scaled]]) -> None:
+        if pairs:
+            to, of = zip(*pairs, strict=True)
+            torch._foreach_copy_(
+                [x.weight.view(torch.uint8) for x in to], [x.weight.view(torch.uint8) for x in of], non_blocking=True
+            )
+            torch._foreach_copy_([x.scale for x in to], [x.scale for x in of], non_blocking=True)
+
+    def members(self, groups: frozenset[str]) -> list[FoldTarget]:
+        """The targets of these groups."""
+        return [t for t in self.targets if t.group in groups]
+
+    def _launch(self, groups: frozenset[str], blocked: bool, *, slot: int, rank: int, scaling: float) -> None:
+        tiles = self._tiles_of(groups, blocked)
+        if not len(tiles):
+            return
+        block_r = min(64, max(16, triton.next_power_of_2(rank)))
+        _fold_kernel[(len(tiles),)](
+            self.targets[0].weight.weight, self.targets[0].lora_a, self._table, tiles, WORDS, slot, rank, scaling,
+            BLOCKED=blocked,
+            PRECISION="ieee" if self.dtype == torch.float32 else "tf32",
+            BLOCK_N=TALL if blocked else ROWS,
+            BLOCK_K=COLUMNS,
+            BLOCK_R=block_r,
+            RANK_BLOCKS=triton.cdiv(rank, block_r),
+            num_warps=8 if blocked else 4,
+        )  # fmt: skip
+
+    def _tiles_of(self, groups: frozenset[str], blocked: bool) -> torch.Tensor:
+        """[programs, 2]: target and place, of those whose scales are of blocks, or of rows."""
+        if (groups, blocked) not in self._tiles:
+            parts = [torch.empty(0, 2, dtype=torch.int32)]
+            for index, t in enumerate(self.targets):
+                if t.group in groups and (t.weight.block[0] > 1) == blocked:
+                    count = t.weight.scale.numel() if blocked else triton.cdiv(len(t.weight.weight), ROWS)
+                    local = torch.arange(count, dtype=torch.int32)
+                    parts.append(torch.stack([torch.full_like(local, index), local], dim=1))
+            self._tiles[groups, blocked] = torch.cat(parts).to(self.device)
+        return self._tiles[groups, blocked]
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter."""
+    return not isinstance(_fold_kernel, triton.JITFunction)
