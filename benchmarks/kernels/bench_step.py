@@ -57,7 +57,7 @@ APART_FLAG = "VLORA_BENCH_APART"
 VLLM_ENGINE = Path(__file__).with_name("vllm_engine.py")
 # Engine -> rank of its adapters, 0 for no LoRA. Those of one phase run side by side; the first one stays.
 PHASES: tuple[dict[str, int], ...] = (
-    {"off": 0, "off_triton": 0, "ours": 64, "apart": 64, "stock": 64, "vllm": 64},
+    {"off": 0, "off_triton": 0, "ours": 64, "apart": 64, "merged": 64, "stock": 64, "vllm": 64},
     {"ours16": 16, "slots64": 64, "each16": 16},
 )
 FORMS: dict[str, int] = {"off": 0, "forms": 64, "dora": 64, "before": 64}
@@ -66,6 +66,7 @@ CASES = {
     "off_triton": ("base",),
     "ours": ("base", "one", "eight", "mixture"),
     "apart": ("base", "one", "eight"),
+    "merged": ("one",),
     "stock": ("base", "one", "eight"),
     "ours16": ("base", "eight"),
     "slots64": ("eight",),
@@ -87,6 +88,7 @@ FIGURES = {
     "decode1": ("ours", "one", "step"),
     "base": ("ours", "base", "step"),
     "mixture": ("ours", "mixture", "step"),
+    "merged": ("merged", "one", "step"),
     "decode8_r16": ("ours16", "eight", "step"),
     "prefill8": ("ours", "eight", "prefill"),
     "prefill8_r16": ("ours16", "eight", "prefill"),
@@ -138,6 +140,8 @@ def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
             "max_loras_per_batch": SLOTS.get(name, ADAPTERS) + 1,
             "max_lora_rank": rank,
         }
+    if args.quantization:
+        options |= {"quantization": args.quantization}
     if tiny:
         options |= {"max_total_tokens": 4096}
     else:
@@ -246,6 +250,7 @@ class Worker:
             command += [
                 *(["--tiny"] if args.tiny else []),
                 *(["--attention", args.attention] if args.attention else []),
+                *(["--quantization", args.quantization] if args.quantization else []),
             ]
         return cls.run([*command, *shared], directory / f"{name}.log", environment, tree)
 
@@ -392,6 +397,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM: its engine is timed, too")
     parser.add_argument("--attention", help="--attention-backend of all but off_triton; by default SGLang's choice")
+    parser.add_argument("--quantization", choices=("fp8",), help="quantise the base, and time merged rows too")
     parser.add_argument("--fast-paths", default="auto", choices=("auto", "off"), help="--vlora-fast-paths of ours")
     parser.add_argument("--apart", action="store_true", help="ours with the rotation in a launch of its own, too")
     parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
@@ -406,7 +412,7 @@ def main() -> None:
     if args.engine:
         serve(args)
         return
-    wanted = {"vllm": args.vllm_python, "apart": args.apart, "before": args.before}
+    wanted = {"vllm": args.vllm_python, "apart": args.apart, "before": args.before, "merged": args.quantization}
     args.skip += [name for name, given in wanted.items() if not given]
     began = time.monotonic()
     rows, figures = run_phases(args, began + args.limit)
@@ -433,8 +439,10 @@ def main() -> None:
 
 
 def write_figures(figures: dict[str, float], args: argparse.Namespace) -> None:
-    """To the summary: ``default.…`` with the attention that SGLang chooses, ``atmm.model.…`` with Triton's."""
+    """To the summary: ``default.…`` with the attention that SGLang chooses, ``atmm.model.…`` with Triton's; ``fp8.…``
+    of a quantised base."""
     prefix, suffix = "atmm.model" if args.attention == "triton" else "default", ".long" if args.input > 1024 else ""
+    prefix = args.quantization or prefix
     known = {*(f"{name}_over_off" for name in FIGURES), SLOTS_FIGURE, BYTES_FIGURE, *VLLM_FIGURES}
     for name in sorted(figures.keys() & {*FORM_FIGURES, CHANGE_FIGURE}):
         record(f"formats.{name}", figures[name], "ratio", False, summary=args.summary)

@@ -1,9 +1,10 @@
 """Time of a mode switch over the linears of a 7B model, as a share of copy bandwidth, and whether switching drifts.
 
-    python -m benchmarks.kernels.bench_switch [--search] [--dry-run] [--summary FILE]
+    python -m benchmarks.kernels.bench_switch [--search] [--fp8] [--dry-run] [--summary FILE]
 
 The times that count are of direct switches A to B, one launch over all layers. ``--search`` also times other ways to
-cut the work. ``--dry-run`` runs everything on tiny shapes, on the CPU if there is no GPU, and records nothing.
+cut the work. ``--fp8`` measures folding into FP8 weights instead: whether it drifts, which a CPU can tell, and on a GPU
+a switch beside one of bfloat16 weights. ``--dry-run`` runs everything on tiny shapes, on the CPU if there is no GPU, and records nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +22,18 @@ from pathlib import Path
 import torch
 
 from benchmarks.summary import RESULTS, SUMMARY, record
-from vlora_sgl.kernels.merge import MergeTable, MergeTarget, MergeTile, merge_reference, ulp_distance
+from vlora_sgl.kernels.merge import (
+    FoldTable,
+    FoldTarget,
+    MergeTable,
+    MergeTarget,
+    MergeTile,
+    merge_reference,
+    ulp_distance,
+)
 from vlora_sgl.kernels.merge.kernel import TILES
 from vlora_sgl.lora.mode_switcher import MergeOperand, ModeSwitcher, base_copies
+from vlora_sgl.scaled import E4M3, Scaled, quantise
 
 ATTENTION = frozenset({"qkv_proj", "o_proj"})
 DEFAULT = TILES[2]
@@ -75,6 +85,18 @@ def build(layers: int, layout: Shapes, slots: int, max_rank: int, device: torch.
             targets.append(MergeTarget(group, group, weight[rows], base_weights[rows], lora_a, lora_b[:, rows], index))
             row += size
     return targets
+
+
+def fold(targets: Sequence[MergeTarget], blocks: bool = False) -> MergeTable:
+    """The same weights in FP8, with a scale for each row, or for 128 x 128 elements where the shape has whole ones."""
+    made = []
+    for t in targets:
+        n, k = t.weight.shape
+        block = (128, 128) if blocks and not n % 128 else (1, k)
+        base = quantise(t.base_weights, block, E4M3)
+        weight = Scaled(base.weight.clone(), base.scale.clone(), block)
+        made.append(FoldTarget(t.name, t.group, weight, base, t.lora_a, t.lora_b, t.slice_index))
+    return MergeTable([], folded=FoldTable(made))
 
 
 def milliseconds(work: Callable[[int], object], repeats: int, device: torch.device) -> float:
@@ -144,15 +166,17 @@ def worst_ulp(targets: list[MergeTarget], rank: int) -> int:
     return int(distance.max())
 
 
-def drift(device: torch.device, switches: int, adapters: int = 8) -> float:
+def drift(table: MergeTable, switches: int, adapters: int = 8) -> float:
     """Share of 100 checks over random switches that found every bit as a fresh merge (or none) leaves it."""
-    targets = build(2, shapes(256, 64, 512), adapters, 64, device)
-    switcher = ModeSwitcher(MergeTable(targets))
+    switcher = ModeSwitcher(table)
     groups = [frozenset(switcher.table.groups), ATTENTION]
     operands = [MergeOperand(str(i), i, 8 * (1 + i % 8), 0.5 + i / 8, groups[i % 2]) for i in range(adapters)]
 
     def bits() -> list[torch.Tensor]:
-        return [t.weight.view(torch.int16).clone() for t in targets]
+        if table.folded is None:
+            return [t.weight.view(torch.int16).clone() for t in table.targets]
+        parts = [part for t in table.folded.targets for part in (t.weight.weight, t.weight.scale)]
+        return [part.view(torch.uint8).clone() for part in parts]
 
     expected = {-1: bits()}
     for i, operand in enumerate(operands):
@@ -171,14 +195,35 @@ def drift(device: torch.device, switches: int, adapters: int = 8) -> float:
     return good / checks if restored else 0.0
 
 
+def compare_fp8(args: argparse.Namespace, device: torch.device) -> None:
+    """Fold into FP8 weights: whether switches drift, and on a GPU their time beside that of bfloat16 weights."""
+    small, count = shapes(256, 64, 512), 100 if args.dry_run else 10_000
+    shares = [drift(fold(build(1, small, 8, 64, device), blocks), count // 2) for blocks in (False, True)]
+    print(f"bit-identical {min(shares):.3f}")
+    if args.dry_run:
+        return
+    record("fp8.cycles_bit_identical", min(shares), "ratio", True, summary=args.summary)
+    if device.type == "cuda":
+        plain = MergeTable(build(28, shapes(3584, 512, 18944), 2, 64, device))
+        times = []
+        for table in (plain, fold(plain.targets)):
+            times.append(milliseconds(partial(switch, table, table.groups, 64), 20, device))
+            print(f"{times[-1]:.3f} ms", flush=True)
+        record("fp8.switch_over_bf16", times[1] / times[0], "ratio", False, summary=args.summary)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--search", action="store_true", help="time other tiles than the default too")
+    parser.add_argument("--fp8", action="store_true", help="fold into FP8 weights instead")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, nothing recorded")
     parser.add_argument("--summary", type=Path, default=SUMMARY)
     parser.add_argument("--rows", type=Path, default=RESULTS / "switch.json", help="where the raw rows go")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.fp8:
+        compare_fp8(args, device)
+        return
     if device.type == "cpu" and not args.dry_run:
         parser.error("needs a GPU; try --dry-run")
     layout = shapes(64, 16, 128) if args.dry_run else shapes(3584, 512, 18944)
@@ -196,7 +241,7 @@ def main() -> None:
         for row in time_switches(build(layers, shard(layout), 2, 64, device), (DEFAULT,), (64,), 20, bandwidth)
         if (row["targets"], row["rank"]) == ("all_linear", 64)
     )
-    identical = drift(device, 100 if args.dry_run else 10_000)
+    identical = drift(MergeTable(build(2, shapes(256, 64, 512), 8, 64, device)), 100 if args.dry_run else 10_000)
     print(f"copy {bandwidth / 1e12:.2f} TB/s; worst distance from float64 {ulp} ulp; bit-identical {identical:.3f}")
     if args.dry_run:
         return

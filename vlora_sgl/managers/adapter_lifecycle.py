@@ -472,7 +472,6 @@ class AdapterLifecycle:
                     "path": ref.lora_path,
                     "pinned": bool(ref.pinned),
                     "residency": tier,
-                    "merge_loss": known.get("merge_loss"),
                     "users": 0 if here is None else self.registry.users(here.lora_id),
                     **known,
                 }
