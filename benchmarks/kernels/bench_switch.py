@@ -3,8 +3,9 @@
     python -m benchmarks.kernels.bench_switch [--search] [--fp8] [--dry-run] [--summary FILE]
 
 The times that count are of direct switches A to B, one launch over all layers. ``--search`` also times other ways to
-cut the work. ``--fp8`` measures folding into FP8 weights instead: whether it drifts, which a CPU can tell, and on a GPU
-a switch beside one of bfloat16 weights. ``--dry-run`` runs everything on tiny shapes, on the CPU if there is no GPU, and records nothing.
+cut the work. ``--fp8`` measures folding into FP8 weights instead: whether it drifts, which a CPU can tell, and on a
+GPU a switch beside one of bfloat16 weights. ``--dry-run`` runs everything on tiny shapes, on the CPU if there is no
+GPU, and records nothing.
 """
 
 from __future__ import annotations
