@@ -93,7 +93,7 @@ def _whole(matrix: Scaled) -> torch.Tensor:
 
 
 @triton.jit
-def _to_e4m3(values):  # type: ignore[no-untyped-def]
+def _to_e4m3(values):
     """Float32 rounded to a number of e4m3, ties to even: half a step is added and taken away, by the adder's rule."""
     size = tl.abs(values)
     exponent = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # no finer than 2^-9
@@ -103,7 +103,7 @@ def _to_e4m3(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _updated(  # type: ignore[no-untyped-def]
+def _updated(
     w0, old, a, b, rows, cols, n, k, b_row, rank, scaling,
     PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, RANK_BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def _updated(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _refitted(largest, old):  # type: ignore[no-untyped-def]
+def _refitted(largest, old):
     """The old scales times the power of two with which the largest fits."""
     ratio = tl.div_rn(largest, 448.0 * old)
     bits = ratio.to(tl.int32, bitcast=True)
