@@ -52,9 +52,10 @@ class FakeReplica:
         self.url = ""
         self._runner: web.AppRunner | None = None
 
-    async def start(self, port: int = 0) -> None:
+    async def start(self, port: int = 0, host: str = "127.0.0.1", patience: float = 0.1) -> None:
         app = web.Application()
         app.router.add_get("/health", self._fine)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/model_info", self._info)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/lora_adapters", self._rows)
@@ -65,11 +66,16 @@ class FakeReplica:
             app.router.add_post(f"/{verb}_lora_adapter", self._order)
         for path in ("/generate", "/v1/chat/completions", "/v1/vision/classify"):
             app.router.add_post(path, self._serve)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=patience)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        site = web.TCPSite(self._runner, host, port)
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """End in order: what it was asked is answered first."""
+        if self._runner is not None:
+            await self._runner.cleanup()
 
     async def kill(self) -> None:
         """End as a killed process does: every connection breaks, and no new one is taken."""
@@ -85,6 +91,11 @@ class FakeReplica:
 
     async def _fine(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        adapters = "".join(f'sglang:held{{adapter="{name}"}} 1\n' for name in self.adapters)
+        text = f"# HELP sglang:asked Requests.\n# TYPE sglang:asked counter\nsglang:asked {len(self.bodies)}\n"
+        return web.Response(text=f"{text}# HELP sglang:held Adapters.\n# TYPE sglang:held gauge\n{adapters}")
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response({"model_path": "/models/base"})
@@ -180,11 +191,11 @@ class FakeReplica:
             return web.json_response({"by": self.url, "has": sorted(self.adapters)}, headers={"X-Kept": "yes"})
         out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await out.prepare(request)
-        for number in range(self.chunks):
+        for number in range(body.get("events", self.chunks)):
             await out.write(f'data: {{"n": {number}}}\n\n'.encode())
             if number == self.stop_after:
                 await asyncio.Event().wait()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(body.get("every", 0.05))
         await out.write(b"data: [DONE]\n\n")
         return out
 

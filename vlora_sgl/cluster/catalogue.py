@@ -7,7 +7,9 @@ are wherever the name is.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from vlora_sgl.cluster.links import Links, Refused
@@ -21,6 +23,18 @@ from vlora_sgl.versions import Versions
 
 Files = Mapping[str, bytes]
 """An adapter that came in a request: its files by name."""
+
+
+class Upload(dict[str, bytes]):
+    """Files that are kept.
+
+    Attributes:
+        tag: tells them from others of the same adapter.
+    """
+
+    def __init__(self, files: Files, tag: str = "") -> None:
+        super().__init__(files)
+        self.tag = tag or secrets.token_hex(8)
 
 
 class Catalogue:
@@ -42,7 +56,7 @@ class Catalogue:
     def __init__(self, links: Links, paths: Mapping[str, str], sources: Sequence[Source] = ()) -> None:
         self.links, self.sources = links, sources
         self.paths = dict(paths)
-        self.files: dict[str, Files] = {}
+        self.files: dict[str, Upload] = {}
         self.versions = {name: Versions(name) for name in paths}
         self.pinned: set[str] = set()
         self.bases: set[str] = {"default"}
@@ -89,7 +103,7 @@ class Catalogue:
         versions.add(number, "", in_place=False)
         self.paths[versions.key(number)] = path
         if files:
-            self.files[versions.key(number)] = files
+            self.files[versions.key(number)] = Upload(files)
         self._unloaded.discard(name)
 
     def promote(self, name: str, number: int, share: float, drop: bool) -> None:
@@ -129,6 +143,26 @@ class Catalogue:
                     versions.shares[number] = row["share"]
             versions.last = max(versions.last, number)
             self.paths[row["name"]] = row["path"]
+
+    # The whole, as JSON
+
+    def state(self) -> JsonDict:
+        """All but the files."""
+        return {
+            "paths": self.paths,
+            "versions": [{**asdict(one), "others": sorted(one.others)} for one in self.versions.values()],
+            "pinned": sorted(self.pinned),
+            "bases": sorted(self.bases),
+            "unloaded": sorted(self._unloaded),
+            "files": {key: upload.tag for key, upload in self.files.items()},
+        }
+
+    def take(self, state: JsonDict) -> None:
+        """Be as another was. Files that it has are to be given in ``files``."""
+        self.paths = dict(state["paths"])
+        self.versions = {one["name"]: _versions(one) for one in state["versions"]}
+        self.pinned, self.bases, self._unloaded = (set(state[name]) for name in ("pinned", "bases", "unloaded"))
+        self.files = {key: files for key, files in self.files.items() if key in state["files"]}
 
     # Replicas
 
@@ -226,6 +260,12 @@ class Catalogue:
     def _called(name: str, number: int) -> str:
         """What a version is called when it is loaded; the first is what a name is without any number."""
         return name if number == 1 else versioned(name, number)
+
+
+def _versions(one: JsonDict) -> Versions:
+    """Of JSON, whose keys are strings."""
+    shares, digests = ({int(number): value for number, value in one[name].items()} for name in ("shares", "digests"))
+    return Versions(**{**one, "others": set(one["others"]), "shares": shares, "digests": digests})
 
 
 def members_of(path: str, name: str) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "expect"}
 )
+FLEET = "/fleet/"
+"""Where the routes lie by which the parts of a fleet speak to each other."""
 ADAPTER_ORDERS = tuple(f"/{verb}_lora_adapter" for verb in ("load", "reload", "pin", "unload", "promote", "roll_back"))
 
 
@@ -36,7 +40,7 @@ class Keys:
 
     def of(self, path: str) -> str | None:
         """The key that a route takes, as SGLang has it: the admin key does not open what is no administrator's."""
-        return (self.admin or self.api) if path in ADAPTER_ORDERS else self.api
+        return (self.admin or self.api) if path in ADAPTER_ORDERS or path.startswith(FLEET) else self.api
 
 
 class Refused(Exception):
@@ -63,11 +67,22 @@ class Lost(Exception):
 def new_session() -> aiohttp.ClientSession:
     """A session for any number of requests, which take as long as they take; bodies pass as they are."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         auto_decompress=False,
         read_bufsize=2**20,
     )
+
+
+def _socket(info: aiohttp.AddrInfoType) -> socket.socket:
+    """One that breaks if the other host is gone, which then cannot say so itself."""
+    made = socket.socket(*info[:3])
+    made.setblocking(False)
+    if sys.platform == "linux":
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 class Links:

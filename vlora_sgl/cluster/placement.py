@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from vlora_sgl.core import AdapterId
@@ -112,7 +112,7 @@ class Affinity:
     def choose(self, adapter: AdapterId, content: bytes | None, candidates: Sequence[Candidate]) -> int:
         """A home that is not behind; else, of the others, one that holds the adapter; else the least loaded."""
         self._count(adapter, candidates)
-        homes = self._homes_of(adapter, candidates)
+        homes = self.homes_of(adapter, candidates)
         bound = SPILL_FACTOR * sum(c.load for c in candidates) / len(candidates) + SPILL_ROOM
         fine = [i for i, c in enumerate(candidates) if c.load <= bound]
         at_home = [i for i in fine if candidates[i].number in homes]
@@ -127,16 +127,20 @@ class Affinity:
         self.requests = {name: DECAY * count for name, count in self.requests.items() if count > FORGOTTEN}
         self.homes = place(self.requests, replicas, self.slots, self.homes)
 
-    def _count(self, adapter: AdapterId, candidates: Sequence[Candidate]) -> None:
-        if adapter is not None:
-            self.requests[adapter] = self.requests.get(adapter, 0.0) + 1
-        self._since += 1
-        self._seen.update(c.number for c in candidates)
+    def count(self, requests: Mapping[str, int], replicas: Iterable[int]) -> None:
+        """Requests came, by adapter, while these replicas served; now and then, homes follow."""
+        for adapter, count in requests.items():
+            self.requests[adapter] = self.requests.get(adapter, 0.0) + count
+        self._since += sum(requests.values())
+        self._seen.update(replicas)
         if self._since >= max(REPLACE_EVERY, len(self.homes)):
             self.place(sorted(self._seen))
             self._since, self._seen = 0, set()
 
-    def _homes_of(self, adapter: AdapterId, candidates: Sequence[Candidate]) -> Collection[int]:
+    def _count(self, adapter: AdapterId, candidates: Sequence[Candidate]) -> None:
+        self.count({} if adapter is None else {adapter: 1}, (c.number for c in candidates))
+
+    def homes_of(self, adapter: AdapterId, candidates: Sequence[Candidate]) -> Collection[int]:
         """The adapter's homes. One that has none, or whose homes are all down, gets another."""
         numbers = {c.number for c in candidates}
         if adapter is None:
@@ -149,6 +153,27 @@ class Affinity:
     def _emptiest(self, candidates: Sequence[Candidate]) -> int:
         held = Counter(itertools.chain.from_iterable(self.homes.values()))
         return min(candidates, key=lambda c: (held[c.number] >= self.slots, c.load, held[c.number])).number
+
+
+class Shared(Affinity):
+    """What one of several fronts chooses by: homes that one place gives out for all, to which it sends its counts.
+
+    Attributes:
+        counts: requests by adapter since they were last taken.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(slots=1)
+        self.counts: Counter[str] = Counter()
+
+    def take(self) -> dict[str, int]:
+        """The counts, which begin anew."""
+        taken, self.counts = dict(self.counts), Counter()
+        return taken
+
+    def _count(self, adapter: AdapterId, candidates: Sequence[Candidate]) -> None:
+        if adapter is not None:
+            self.counts[adapter] += 1
 
 
 class RoundRobin:

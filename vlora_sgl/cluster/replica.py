@@ -24,6 +24,7 @@ class Replica:
         served: requests that it was ever sent.
         loads: adapters that the router loaded there.
         starts: times that it began to serve.
+        elsewhere: requests that it has from other fronts, or that wait there for it.
 
     Args:
         limit: most requests that it gets at a time; the others wait here, where nothing is lost if it ends.
@@ -33,7 +34,7 @@ class Replica:
         self.number, self.url, self.limit = number, url, limit
         self.serving = False
         self.loaded: dict[str, str] = {}
-        self.running = self.served = self.loads = self.starts = 0
+        self.running = self.served = self.loads = self.starts = self.elsewhere = 0
         self.locks: dict[str, asyncio.Lock] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -45,7 +46,7 @@ class Replica:
     @property
     def load(self) -> int:
         """Requests that it has or that wait for it."""
-        return self.running + len(self._waiting)
+        return self.running + self.waiting + self.elsewhere
 
     def holds(self, adapter: str) -> bool:
         """Whether the adapter is loaded there."""

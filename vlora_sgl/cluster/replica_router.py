@@ -22,7 +22,7 @@ from vlora_sgl.cluster.catalogue import Catalogue
 from vlora_sgl.cluster.links import Links, Lost, NotSent, Refused, end_to_end
 from vlora_sgl.cluster.placement import Routing
 from vlora_sgl.cluster.replica import Replica, ReplicaGone
-from vlora_sgl.cluster.routing_keys import read
+from vlora_sgl.cluster.routing_keys import Wanted, read
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import (
     AdapterError,
@@ -103,7 +103,8 @@ class Router:
         on_trouble: Callable[[Replica], None] = lambda replica: None,
         sources: Sequence[Source] = (),
     ) -> None:
-        self.replicas, self.routing, self.links, self.settings = replicas, routing, links, settings
+        self.routing, self.links, self.settings = routing, links, settings
+        self.replicas: Sequence[Replica] = [*replicas]
         self.catalogue = Catalogue(links, known or {}, sources)
         self.on_trouble = on_trouble
         self.sent_again = self.lost = 0
@@ -115,17 +116,23 @@ class Router:
         """The routes; each of ``mounts`` adds more (``AdapterRoutes.mount``, ``PageRoutes.mount``)."""
         around = [_errors, self.check_key, self.refuse_at_the_end]
         app = web.Application(client_max_size=self.settings.body, middlewares=around)
-        for paths, handler in ((ROUTED, self.serve), (ANY, self.ask_any), (ALL, self.tell_all)):
-            for path in paths:
-                app.router.add_route("*", path, handler)
+        for path in ROUTED:
+            app.router.add_route("*", path, self.serve)
+        for path in ANY:
+            app.router.add_route("*", path, self.ask_any)
         app.router.add_get("/health", self.health)
         app.router.add_get("/health_generate", self.health)
-        app.router.add_get("/cluster", self.state)
-        app.router.add_get("/metrics", self.metrics)
-        for mount in mounts:
+        for mount in (self.mount, *mounts):
             mount(app)
         app.router.add_route("*", "/{rest:.*}", self.no_such_route)
         return app
+
+    def mount(self, app: web.Application) -> None:
+        """Add the routes about the cluster as a whole."""
+        for path in ALL:
+            app.router.add_route("*", path, self.tell_all)
+        app.router.add_get("/cluster", self.state)
+        app.router.add_get("/metrics", self.metrics)
 
     @web.middleware
     async def check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -210,7 +217,7 @@ class Router:
             ClusterError: too many requests wait, or nobody serves.
         """
         body = await request.read()
-        wanted = read(body, self.catalogue, self.catalogue.bases)
+        wanted = await self.wanted(body)
         if self._patient + sum(replica.waiting for replica in self.replicas) >= self.settings.queue:
             raise ClusterError(f"{self.settings.queue} requests are waiting already")
         losses = 0
@@ -243,6 +250,15 @@ class Router:
                         f"{losses} replicas ended while they had this request; it is not sent to another"
                     ) from None
                 self.sent_again += 1
+
+    async def wanted(self, body: bytes) -> Wanted:
+        """What a request needs.
+
+        Raises:
+            UnknownAdapterError: an adapter that the cluster does not know.
+            RequestError: it is not JSON as a server takes it.
+        """
+        return read(body, self.catalogue, self.catalogue.bases)
 
     async def _forward(self, request: web.Request, replica: Replica, body: bytes) -> web.StreamResponse:
         async with self.links.send(
@@ -320,7 +336,7 @@ class Router:
         """200 while a replica serves."""
         return web.Response(status=200 if self.serving else 503)
 
-    async def no_such_route(self, request: web.Request) -> web.Response:
+    async def no_such_route(self, request: web.Request) -> web.StreamResponse:
         """What concerns one replica is asked of that replica.
 
         Raises:

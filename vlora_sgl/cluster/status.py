@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from vlora_sgl.cluster.placement import Affinity, Routing
 from vlora_sgl.cluster.replica import Replica
@@ -57,3 +57,27 @@ def metrics(replicas: Sequence[Replica], counts: Mapping[str, int]) -> str:
         lines += [f"# HELP vlora_cluster:{name} {PER_CLUSTER[name]}", f"# TYPE vlora_cluster:{name} counter"]
         lines.append(f"vlora_cluster:{name} {count}")
     return "\n".join([*lines, ""])
+
+
+def joined(texts: Iterable[tuple[int, str]]) -> str:
+    """Metrics of several replicas as one text: each sample with its replica's number, each name described once."""
+    lines: dict[str, list[str]] = {}
+    for number, text in texts:
+        name = ""
+        for line in text.splitlines():
+            if line.startswith("# "):
+                name = line.split()[2]
+                described = lines.setdefault(name, [])
+                if line not in described[:2]:
+                    described.append(line)
+            elif line:
+                lines.setdefault(name, []).append(_labelled(line, number))
+    return "".join(f"{line}\n" for group in lines.values() for line in group)
+
+
+def _labelled(sample: str, number: int) -> str:
+    name, brace, rest = sample.partition("{")
+    if brace and " " not in name:
+        return f'{name}{{replica="{number}",{rest}'
+    name, _, value = sample.partition(" ")
+    return f'{name}{{replica="{number}"}} {value}'

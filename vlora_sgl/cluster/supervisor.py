@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -46,6 +47,7 @@ class Supervisor:
         environment: for that process.
         log: file for its output.
         drain: seconds that it has to end its requests when the cluster ends.
+        orphaned: what the process is sent when this one is killed.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         drain: float = 0.0,
+        orphaned: signal.Signals = signal.SIGTERM,
     ) -> None:
         self.replica, self.session, self.on_ready, self.interval = replica, session, on_ready, interval
         self.command, self.environment, self.log, self.drain = command, environment, log, drain
+        self.orphaned = orphaned
         self.process: asyncio.subprocess.Process | None = None
         self._suspected = asyncio.Event()
 
@@ -101,7 +105,7 @@ class Supervisor:
                 stderr=output,
                 env=self.environment,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(_end_with_parent, self.orphaned),
             )
 
     async def _watch(self) -> None:
@@ -158,7 +162,7 @@ class Supervisor:
         return status
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(number: signal.Signals) -> None:
     """In the new process: be told to end when the cluster's launcher is killed, for it could not tell us then."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
