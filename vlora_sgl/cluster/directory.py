@@ -28,7 +28,7 @@ from vlora_sgl.cluster.supervisor import say
 from vlora_sgl.core import JsonDict
 from vlora_sgl.errors import ClusterError
 
-SILENT_S = 3.0
+SILENT_S = 5.0
 """Who has not been heard of for so long is gone."""
 SETTLE_S, SETTLE_AGAIN_S, SETTLE_MORE_S = 2.0, 10.0, 0.5
 """How long a new directory waits for a front that knows more before it lets replicas join: if the fleet is new, if a

@@ -1,0 +1,113 @@
+"""A fleet on Ray Serve: what is killed is started again, and loses what it had begun at most."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import free_port
+from tests.support.ray_fleets import RayFleet, ray_cluster, streams
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'vlora-sgl[cluster]'")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, of which there are many
+ADAPTERS = [f"a{n}" for n in range(8)]
+ON_DEMAND = ["--on-demand", *(f"{name}=/{name}" for name in ADAPTERS)]
+
+
+@pytest.mark.timeout(240)
+def test_a_fleet_serves_and_starts_a_killed_server_again() -> None:
+    with ray_cluster(free_port(), cpus=2) as fleet:
+        fleet.deploy(["--replicas", "2", *ON_DEMAND])
+        fleet.wait(2)
+        counts = asyncio.run(streams(fleet.url, ADAPTERS, 24, 0.5, 5, 0.05))
+        assert counts == {"whole": 24}
+        fleet.order("load", lora_name="n", lora_path="/n")
+        counts = asyncio.run(streams(fleet.url, [*ADAPTERS, "n"], 36, 1.0, 20, 0.05, lambda: fleet.kill("server")))
+        assert counts["whole"] + counts["error"] == 36 and counts["error"] < 18
+        fleet.wait(2, seconds=30)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[RayFleet]:
+    with ray_cluster(free_port(), hosts=1) as made:
+        made.deploy(["--replicas", "2", *ON_DEMAND])
+        made.wait(2, fronts=2)
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", ["server", "actor", "front", "directory", "host"])
+def test_a_part_that_is_killed_loses_nothing_that_had_not_begun(fleet: RayFleet, part: str) -> None:
+    asyncio.run(streams(fleet.url, ADAPTERS, 80, 1.0, 1, 0.0))
+    time.sleep(1)
+    before = fleet.state()
+    fleet.order("load", lora_name=f"before-{part}", lora_path="/x")
+    killed = []
+
+    def kill() -> None:
+        killed.append(time.monotonic())
+        fleet.kill(part)
+
+    counts = asyncio.run(streams(fleet.url, ADAPTERS, 300, 3.0, 15, 0.2, kill))
+    print(part, dict(counts))
+    lost = sum(count for end, count in counts.items() if end.startswith("lost"))
+    if part in ("front", "host"):  # its own connections break, as those of any balancer's
+        assert counts["whole"] > 75 and not any(": 5" in end for end in counts)
+    else:
+        assert lost == counts["cut"] == 0
+    assert part != "directory" or counts == {"whole": 300}
+    fleet.order("load", lora_name=f"meanwhile-{part}", lora_path="/y")
+    if part == "host":
+        fleet.hosts.append(fleet.cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20))
+        killed.append(time.monotonic())
+    fleet.wait(2, fronts=2, seconds=60)
+    print(part, "recovered after", round(time.monotonic() - killed[-1], 1))
+    asyncio.run(streams(fleet.url, [f"before-{part}", f"meanwhile-{part}"], 20, 0.5, 1, 0.0))
+    after = fleet.state()
+    assert {name: after["homes"][name] for name in ADAPTERS} == {name: before["homes"][name] for name in ADAPTERS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_load_starts_replicas_and_ends_them_without_a_lost_request() -> None:
+    ends: list[Any] = []
+    stop = threading.Event()
+
+    def ask(fleet: RayFleet, number: int) -> None:
+        while not stop.is_set():
+            counts = asyncio.run(streams(fleet.url, [ADAPTERS[number % 8]], 1, 0.0, 10, 0.1))
+            ends.extend(counts.elements())
+
+    with ray_cluster(free_port(), cpus=3) as fleet:
+        flags = ["--replicas", "1", "--max-replicas", "3", "--target-load", "8", *ON_DEMAND]
+        fleet.deploy(flags, up_s=1.0, down_s=3.0)
+        fleet.wait(1)
+        threads = [threading.Thread(target=ask, args=(fleet, n)) for n in range(20)]
+        for thread in threads:
+            thread.start()
+        fleet.wait(3)
+        time.sleep(5)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        stop.clear()
+        last = threading.Thread(target=ask, args=(fleet, 0))
+        last.start()
+        fleet.wait(1)
+        stop.set()
+        last.join()
+    assert set(ends) == {"whole"}, ends
+
+
+def test_a_cluster_of_one_host_does_not_import_ray() -> None:
+    code = "import sys, vlora_sgl.launch_cluster as l; l.parse(['--model-path', 'm']); assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
