@@ -83,3 +83,54 @@ def test_prometheus_gives_a_scrape_the_time_that_it_may_take() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     assert int(config["global"]["scrape_timeout"].removesuffix("s")) > PATIENCE_S
     assert config["scrape_configs"][0]["static_configs"][0]["targets"]
+
+
+RAY = [
+    ("serve.yaml", yaml.safe_load((DEPLOY / "ray" / "serve.yaml").read_text())),
+    *(
+        ("kuberay.yaml", yaml.safe_load(one["spec"]["serveConfigV2"]))
+        for one in yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text())
+        if one["kind"] == "RayService"
+    ),
+]
+
+
+@pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in RAY])
+def test_a_fleet_s_flags_are_those_that_there_are(config: Any) -> None:
+    from vlora_sgl import _sgl
+
+    (app,) = config["applications"]
+    assert config["proxy_location"] == "Disabled" and app["route_prefix"] is None
+    args = parse(["--ray", *app["args"]["flags"].split()])
+    parser = argparse.ArgumentParser()
+    _sgl.ServerArgs.add_cli_args(parser)
+    server = parser.parse_args(split_argv(args.server)[1])
+    assert server.enable_metrics and server.enable_lora and args.host == "0.0.0.0"
+    assert {server.api_key, server.admin_api_key} == {"$API_KEY", "$ADMIN_API_KEY"}
+    module, _, name = app["import_path"].partition(":")
+    assert f"def {name}(" in (DEPLOY.parent / (module.replace(".", "/") + ".py")).read_text()
+
+
+@pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in RAY])
+def test_ray_takes_a_fleet_s_configuration(config: Any) -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="Ray is not installed: pip install 'vlora-sgl[cluster]'")
+    (app,) = schema.ServeDeploySchema.model_validate(config).applications
+    assert app.args == config["applications"][0]["args"]
+
+
+def test_a_fleet_on_kubernetes_is_served_by_its_hosts() -> None:
+    fleet, service = yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text())
+    (workers,) = fleet["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    pod = workers["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    (container,) = pod["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    args = parse(["--ray", *RAY[1][1]["applications"][0]["args"]["flags"].split()])
+    assert args.port == container["ports"][0]["containerPort"]
+    gpus = workers["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert args.max_replicas * args.replica_gpus == gpus
+    given = {
+        env["name"]
+        for env in fleet["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    assert given == {"API_KEY", "ADMIN_API_KEY"}

@@ -54,6 +54,13 @@ def test_shares_are_what_a_cluster_says_of_itself(tmp_path: Path) -> None:
         (["--on-demand", "a"], "NAME=DIR; got 'a'"),
         (["--shares", "/nowhere"], "--shares /nowhere"),
         (["--replica-devices", "0"], "names 1 replicas' devices for 2"),
+        (["--max-replicas", "4"], "--max-replicas is for several hosts: it needs --ray"),
+        (["--fronts", "2"], "--fronts is for several hosts"),
+        (["--ray", "--join", "http://a"], "it does not go with --join"),
+        (["--ray", "--replica-devices", "0", "1"], "it does not go with --replica-devices"),
+        (["--ray", "--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 must not be less"),
+        (["--ray", "--replicas", "0"], "needs a replica"),
+        (["--ray", "--fronts", "0"], "at least 1; got 0 and 64"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(
@@ -62,6 +69,13 @@ def test_what_cannot_work_is_said_in_one_line(
     assert main([*argv, "--model-path", "m"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_several_hosts_need_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "vlora_sgl.cluster.on_ray", raising=False)
+    assert main(["--ray", "auto", "--model-path", "m"]) == 2
+    assert "pip install 'vlora-sgl[cluster]'" in capsys.readouterr().err
 
 
 def test_devices_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:

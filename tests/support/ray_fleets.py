@@ -89,7 +89,7 @@ def ray_cluster(port: int, hosts: int = 0, cpus: int = 1) -> Iterator[RayFleet]:
     """Ray and its Serve on a head and so many more hosts, each with so many CPUs: a replica takes one."""
     # Without bytecode, its processes compile for longer than Ray waits for them.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
@@ -140,3 +140,20 @@ async def streams(
             tasks.append(asyncio.create_task(stream(client, url, adapters[number % len(adapters)], events, every)))
             await asyncio.sleep(over / count)
         return Counter(await asyncio.gather(*tasks))
+
+
+def fault(fleet: RayFleet, part: str, adapters: Sequence[str]) -> tuple[Counter[str], float]:
+    """Kill a part in the middle of 300 streams of five events a second; how they ended, and the seconds until two
+    replicas and two fronts serve again. A host is replaced by another."""
+    killed: list[float] = []
+
+    def kill() -> None:
+        killed.append(time.monotonic())
+        fleet.kill(part)
+
+    counts = asyncio.run(streams(fleet.url, adapters, 300, 3.0, 15, 0.2, kill))
+    if part == "host":
+        fleet.hosts.append(fleet.cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20))
+        killed.append(time.monotonic())
+    fleet.wait(2, fronts=2)
+    return counts, time.monotonic() - killed[-1]

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-REPLICAS = "--replicas"
+SEVERAL = ("--replicas", "--ray")
+"""Flags of a cluster."""
 
 
 def serve(argv: Sequence[str]) -> NoReturn:
@@ -17,7 +18,7 @@ def serve(argv: Sequence[str]) -> NoReturn:
         flags = ["--model-path", *flags]
     elif not any(flag.partition("=")[0] in ("--model-path", "--model", "--config") for flag in flags):
         flags = [*embedded(), *flags]
-    many = any(flag.partition("=")[0] == REPLICAS for flag in flags)
+    many = any(flag.partition("=")[0] in SEVERAL for flag in flags)
     _become("vlora_sgl.launch_cluster" if many else "vlora_sgl.launch_server", flags)
 
 

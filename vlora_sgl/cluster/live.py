@@ -53,18 +53,21 @@ class PageRoutes:
         await out.prepare(request)
         came: asyncio.Queue[bytes] = asyncio.Queue(WAITING)
         headers = end_to_end(request.headers)
-        watches = [asyncio.create_task(self._watch(replica, headers, came)) for replica in self.router.replicas]
+        watches: dict[Replica, asyncio.Task[None]] = {}
         try:
             while not self.router.stopping:
+                for replica in self.router.replicas:
+                    if replica not in watches:
+                        watches[replica] = asyncio.create_task(self._watch(replica, headers, came))
                 await out.write(b"data: " + json.dumps({"cluster": self.router.status()}).encode() + b"\n\n")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(PERIOD_S):
                         while True:
                             await out.write(await came.get())
         finally:
-            for watch in watches:
+            for watch in watches.values():
                 watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            await asyncio.gather(*watches.values(), return_exceptions=True)
         return out
 
     async def _watch(self, replica: Replica, headers: Mapping[str, str], came: asyncio.Queue[bytes]) -> None:

@@ -130,10 +130,6 @@ class FrontActor(_Watched):
         self.runner, _ = await serve_http(self.router, args.host, args.port, args.drain)
         self.task = asyncio.create_task(self.router.run())
 
-    async def pid(self) -> int:
-        """Its process, for tests."""
-        return os.getpid()
-
     async def __del__(self) -> None:
         await self.runner.cleanup()  # which first ends its requests
         with contextlib.suppress(Exception):
@@ -279,7 +275,7 @@ def build(settings: JsonDict) -> Any:
     flags = settings.get("flags")
     if not isinstance(flags, str) or set(settings) != {"flags"}:
         raise ConfigError(f'args must be {{"flags": "--model-path DIR …"}}; got {settings}')
-    return application(shlex.split(flags))
+    return application([os.path.expandvars(flag) for flag in shlex.split(flags)])
 
 
 def run(args: ClusterArgs, argv: Sequence[str]) -> None:
