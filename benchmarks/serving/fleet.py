@@ -14,9 +14,11 @@ import itertools
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.serving.simulate import Machine, Replica, capacity, quantile
 from benchmarks.serving.traces import Workload, trace
@@ -31,13 +33,34 @@ RESULTS = SUMMARY.parent / "serving" / "fleet.jsonl"
 
 
 class Member(Replica):
-    """A simulated replica as a routing policy sees it (``placement.Candidate``)."""
+    """A simulated replica as a routing policy sees it (``placement.Candidate``).
+
+    Attributes:
+        own: requests that it has from each front.
+    """
 
     number = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.own: Counter[int] = Counter()
+        self._front: dict[str, int] = {}
 
     def holds(self, adapter: str) -> bool:
         """Whether the adapter has a slot."""
         return adapter in self.resident
+
+    def next_from(self, front: int) -> None:
+        """The next request comes from this front."""
+        self.own[front] += 1
+        self._front[str(self.arrived)] = front
+
+    def _finish(self) -> None:
+        ended = [request.rid for request in self.running if request.left <= 0]
+        super()._finish()
+        for rid in ended:
+            if rid in self._front:
+                self.own[self._front.pop(rid)] -= 1
 
 
 @dataclass(frozen=True)
@@ -66,15 +89,15 @@ class FleetRow:
 
 
 class Seen:
-    """A replica as one of several fronts sees it: what all had there a while ago, and what it sent itself since."""
+    """A replica as one of several fronts sees it: its own requests there are known, those of others as last told."""
 
-    def __init__(self, member: Member) -> None:
-        self.member, self.number, self.known, self.sent = member, member.number, 0, [0, 0]
+    def __init__(self, member: Member, front: int) -> None:
+        self.member, self.front, self.number, self.elsewhere = member, front, member.number, 0
 
     @property
     def load(self) -> int:
-        """Requests, of which others' are old; no end of one is seen before the next report."""
-        return self.known + sum(self.sent)
+        """Requests that it has."""
+        return self.member.own[self.front] + self.elsewhere
 
     def holds(self, adapter: str) -> bool:
         """Whether the adapter has a slot."""
@@ -84,8 +107,8 @@ class Seen:
 class Fronts:
     """Fronts behind a balancer, and their directory, as one routing policy.
 
-    Every ``SYNC_S`` all fronts report, and are told what the directory knew of the others a report ago: what they
-    decide by is one to two reports old. An adapter without a home is asked for at once.
+    Every ``SYNC_S``, each at a time of its own, a front tells what it has where, and is told what the others told
+    last: what it knows of them is up to two periods old. An adapter without a home is asked for at once.
 
     Args:
         count: how many.
@@ -94,35 +117,37 @@ class Fronts:
     """
 
     def __init__(self, count: int, slots: int, seed: int = 0) -> None:
-        self.directory, self.random, self.synced = Affinity(slots), random.Random(seed), 0.0
+        self.directory, self.random = Affinity(slots), random.Random(seed)
         self.fronts = [Shared() for _ in range(count)]
+        self.due = [SYNC_S * number / count for number in range(count)]
+        self.told: list[list[int]] = [[] for _ in range(count)]
         self.seen: list[list[Seen]] = []
-        self.reported: list[int] = []
 
     def choose(self, adapter: AdapterId, content: bytes | None, fleet: Sequence[Member]) -> int:
         """One front's choice."""
         if not self.seen:
-            self.seen = [[Seen(member) for member in fleet] for _ in self.fronts]
-            self.reported = [0] * len(fleet)
-        if fleet[0].now - self.synced >= SYNC_S:
-            self._sync(fleet)
+            self.seen = [[Seen(member, front) for member in fleet] for front in range(len(self.fronts))]
+            for seen in self.seen:  # as ``Front`` does
+                self.random.shuffle(seen)
+        for number, due in enumerate(self.due):
+            if fleet[0].now >= due:
+                self._sync(number, fleet)
         which = self.random.randrange(len(self.fronts))
-        front, seen = self.fronts[which], self.seen[which]
+        front = self.fronts[which]
         if adapter is not None and adapter not in front.homes:
             front.homes[adapter] = tuple(self.directory.homes_of(adapter, fleet))
-        chosen = front.choose(adapter, content, seen)
-        seen[chosen].sent[1] += 1
+        chosen = self.seen[which][front.choose(adapter, content, self.seen[which])].number
+        fleet[chosen].next_from(which)
         return chosen
 
-    def _sync(self, fleet: Sequence[Member]) -> None:
-        self.synced = fleet[0].now
-        for front in self.fronts:
-            self.directory.count(front.take(), range(len(fleet)))
-        for front, seen in zip(self.fronts, self.seen, strict=True):
-            front.homes = dict(self.directory.homes)
-            for one, known in zip(seen, self.reported, strict=True):
-                one.known, one.sent = known, [one.sent[1], 0]
-        self.reported = [member.load for member in fleet]
+    def _sync(self, which: int, fleet: Sequence[Member]) -> None:
+        self.due[which] += SYNC_S
+        self.told[which] = [member.own[which] for member in fleet]
+        self.directory.count(self.fronts[which].take(), range(len(fleet)))
+        self.fronts[which].homes = dict(self.directory.homes)
+        others = [told for number, told in enumerate(self.told) if told and number != which]
+        for seen in self.seen[which]:
+            seen.elsewhere = sum(told[seen.number] for told in others)
 
 
 def simulate_fleet(

@@ -51,7 +51,9 @@ def test_a_part_that_is_killed_loses_nothing_that_had_not_begun(fleet: RayFleet,
     time.sleep(1)
     before = fleet.state()
     fleet.order("load", lora_name=f"before-{part}", lora_path="/x")
-    counts, seconds = fault(fleet, part, ADAPTERS)
+    new = {"lora_name": f"meanwhile-{part}", "lora_path": "/y"}
+    counts, seconds = fault(fleet, part, ADAPTERS, lambda: fleet.order("load", **new))
+    print(f"{part}: {dict(counts)}, all serve after {seconds:.1f} s")
     assert seconds < 30
     lost = sum(count for end, count in counts.items() if end.startswith("lost"))
     if part in ("front", "host"):  # its own connections break, as those of any balancer's
@@ -59,7 +61,6 @@ def test_a_part_that_is_killed_loses_nothing_that_had_not_begun(fleet: RayFleet,
     else:
         assert lost == counts["cut"] == 0
     assert part != "directory" or counts == {"whole": 300}
-    fleet.order("load", lora_name=f"meanwhile-{part}", lora_path="/y")
     asyncio.run(streams(fleet.url, [f"before-{part}", f"meanwhile-{part}"], 20, 0.5, 1, 0.0))
     after = fleet.state()
     assert {name: after["homes"][name] for name in ADAPTERS} == {name: before["homes"][name] for name in ADAPTERS}

@@ -142,9 +142,11 @@ async def streams(
         return Counter(await asyncio.gather(*tasks))
 
 
-def fault(fleet: RayFleet, part: str, adapters: Sequence[str]) -> tuple[Counter[str], float]:
+def fault(
+    fleet: RayFleet, part: str, adapters: Sequence[str], meanwhile: Callable[[], object] = lambda: None
+) -> tuple[Counter[str], float]:
     """Kill a part in the middle of 300 streams of five events a second; how they ended, and the seconds until two
-    replicas and two fronts serve again. A host is replaced by another."""
+    replicas and two fronts serve again. A host is replaced by another; before that, do something."""
     killed: list[float] = []
 
     def kill() -> None:
@@ -152,6 +154,7 @@ def fault(fleet: RayFleet, part: str, adapters: Sequence[str]) -> tuple[Counter[
         fleet.kill(part)
 
     counts = asyncio.run(streams(fleet.url, adapters, 300, 3.0, 15, 0.2, kill))
+    meanwhile()
     if part == "host":
         fleet.hosts.append(fleet.cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20))
         killed.append(time.monotonic())

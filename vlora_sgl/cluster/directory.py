@@ -33,6 +33,8 @@ SILENT_S = 5.0
 SETTLE_S, SETTLE_AGAIN_S, SETTLE_MORE_S = 2.0, 10.0, 0.5
 """How long a new directory waits for a front that knows more before it lets replicas join: if the fleet is new, if a
 replica had a number before, and once a front has told what it knows (another may know more)."""
+AWAY_S = 60.0
+"""For so long adapters keep their homes on a replica that has ended; others serve them meanwhile."""
 
 
 class Known(Replica):
@@ -68,6 +70,7 @@ class Directory(Router):
         self._heard: dict[str, float] = {}
         self._totals = Counter(sent_again=0, lost=0)
         self._restored = 0
+        self._away: dict[int, float] = {}
         self._settles = time.monotonic() + SETTLE_S
         self._again = False
 
@@ -120,6 +123,7 @@ class Directory(Router):
         number = told["number"]
         if number is None or number in taken:
             number = next(n for n in range(len(taken) + 1) if n not in taken)
+        self._away.pop(number, None)
         replica = Known(number, told["url"], told["key"])
         self.replicas.append(replica)
         self.replicas.sort(key=lambda one: one.number)
@@ -135,15 +139,18 @@ class Directory(Router):
             replica.joining = None
 
     async def leave(self, told: JsonDict) -> JsonDict:
-        """A replica takes no more requests; those that it has go on."""
+        """A replica takes no more requests, for now or for good; those that it has go on."""
         for replica in [replica for replica in self.replicas if replica.key == told["key"]]:
             self._forget(replica)
+            if told["for_good"]:
+                del self._away[replica.number]
         return {}
 
     def _forget(self, replica: Known) -> None:
         replica.end()
         if replica in self.replicas:
             self.replicas.remove(replica)
+            self._away[replica.number] = time.monotonic()
         if replica.joining is not None and replica.joining is not asyncio.current_task():
             replica.joining.cancel()
 
@@ -158,7 +165,8 @@ class Directory(Router):
         for replica in self.replicas:
             replica.served += told["served"].get(str(replica.number), 0)
         if isinstance(self.routing, Affinity) and self.replicas:
-            self.routing.count(told["counts"], [replica.number for replica in self.serving])
+            away = [number for number, since in self._away.items() if time.monotonic() - since < AWAY_S]
+            self.routing.count(told["counts"], [*away, *(replica.number for replica in self.serving)])
         known = self.known()
         if self._told != (text := json.dumps(known)):
             self._told, self.version = text, self.version + 1

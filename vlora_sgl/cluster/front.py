@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -185,6 +186,8 @@ class Front(Router):
                 replica.begin({})
             replica.loaded = dict(one["loaded"])
             replicas.append(replica)
+        # Of two replicas with the same load the first is taken: not by all fronts the same.
+        random.Random(self.key).shuffle(replicas)
         self.replicas = replicas
         for replica in before.values():
             replica.end()

@@ -70,9 +70,9 @@ class Member(Replica):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def leave(self) -> None:
-        """Have no more requests sent here."""
+    async def leave(self, for_good: bool = False) -> None:
+        """Have no more requests sent here; for good, if no server is to be here again."""
         if self._beating is not None:
             self._beating.cancel()
         with contextlib.suppress(NotSent, Refused):
-            await self.directory.ask("leave", {"key": self._key})
+            await self.directory.ask("leave", {"key": self._key, "for_good": for_good})

@@ -167,7 +167,7 @@ class ServerActor(_Watched):
         return {"requests": float(self.member.requests)}
 
     async def __del__(self) -> None:
-        await self.member.leave()
+        await self.member.leave(for_good=True)
         await asyncio.sleep(NOTICED_S)
         self.task.cancel()  # the server ends its requests first
         await asyncio.gather(self.task, return_exceptions=True)

@@ -166,6 +166,13 @@ class Shared(Affinity):
         super().__init__(slots=1)
         self.counts: Counter[str] = Counter()
 
+    def homes_of(self, adapter: AdapterId, candidates: Sequence[Candidate]) -> Collection[int]:
+        """The adapter's homes. Where they are all down, one that all fronts name alike, as long as that lasts."""
+        homes = super().homes_of(adapter, candidates) if adapter is None else self.homes.get(adapter, ())
+        if any(c.number in homes for c in candidates):
+            return homes
+        return (max((c.number for c in candidates), key=lambda number: _weight(str(adapter).encode(), number)),)
+
     def take(self) -> dict[str, int]:
         """The counts, which begin anew."""
         taken, self.counts = dict(self.counts), Counter()
