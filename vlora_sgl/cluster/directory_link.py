@@ -11,7 +11,7 @@ from vlora_sgl.cluster.links import FLEET, Links, NotSent
 from vlora_sgl.cluster.replica import Replica
 from vlora_sgl.core import JsonDict
 
-SYNC_S = 0.25
+SYNC_S = 0.2
 """Between two reports of a front: how old what it knows may be."""
 BEAT_S = 0.5
 """Between two signs of life of a replica."""

@@ -1,6 +1,6 @@
 """A front of a fleet: takes requests, and sends each to a replica itself. Any number of them share a directory.
 
-What others do it knows from the directory, a quarter of a second late; what it does itself it knows at once.
+What others do it knows from the directory, a fifth of a second late; what it does itself it knows at once.
 """
 
 from __future__ import annotations
