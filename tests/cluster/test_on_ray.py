@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib.util
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import vlora_sgl
 from tests.conftest import free_port
 from tests.support.ray_fleets import RayFleet, fault, ray_cluster, streams
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'vlora-sgl[cluster]'")
-
+WHY = "Ray is not installed: pip install 'vlora-sgl[cluster]'"
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=WHY)
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, of which there are many
 ADAPTERS = [f"a{n}" for n in range(8)]
 ON_DEMAND = ["--on-demand", *(f"{name}=/{name}" for name in ADAPTERS)]
 
 
+@needs_ray
 @pytest.mark.timeout(240)
 def test_a_fleet_serves_and_starts_a_killed_server_again() -> None:
     with ray_cluster(free_port(), cpus=2) as fleet:
@@ -43,6 +48,7 @@ def fleet() -> Iterator[RayFleet]:
         yield made
 
 
+@needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", ["server", "actor", "front", "directory", "host"])
@@ -66,6 +72,7 @@ def test_a_part_that_is_killed_loses_nothing_that_had_not_begun(fleet: RayFleet,
     assert {name: after["homes"][name] for name in ADAPTERS} == {name: before["homes"][name] for name in ADAPTERS}
 
 
+@needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_load_starts_replicas_and_ends_them_without_a_lost_request() -> None:
@@ -101,3 +108,16 @@ def test_load_starts_replicas_and_ends_them_without_a_lost_request() -> None:
 def test_a_cluster_of_one_host_does_not_import_ray() -> None:
     code = "import sys, vlora_sgl.launch_cluster as l; l.parse(['--model-path', 'm']); assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_module_knows_ray_and_by_its_public_names() -> None:
+    package = Path(vlora_sgl.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else names
+            if any(module.split(".")[0] == "ray" for module in modules):
+                found.add(path.relative_to(package).as_posix())
+                assert not any(part.startswith("_") for name in [*modules, *names] for part in name.split("."))
+    assert found == {"cluster/on_ray.py"}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.serving.traces import Workload, trace
-from vlora_sgl.cluster.placement import SLACK, Affinity, Random, RoundRobin, place
+from vlora_sgl.cluster.placement import SLACK, Affinity, Random, RoundRobin, Shared, place
 
 
 @dataclass
@@ -149,3 +149,27 @@ def test_affinity_cuts_slot_loads(replicas: int, least: float) -> None:
         assert max(served) < 1.2 * len(arrivals) / replicas
     assert misses["round_robin"] / misses["affinity"] >= least
     assert misses["random"] / misses["affinity"] >= least
+
+
+def test_counts_that_come_together_place_as_those_that_come_one_by_one() -> None:
+    one, together = Affinity(4), Affinity(4)
+    spots = [Spot(n) for n in range(3)]
+    asked = ["hot"] * 40 + ["a", "b", "c"] * 8
+    for adapter in asked:
+        one.choose(adapter, None, spots)
+    together.count({adapter: asked.count(adapter) for adapter in asked}, range(3))
+    assert together.requests == one.requests and together.homes.keys() == one.homes.keys()
+    assert len(together.homes["hot"]) == len(one.homes["hot"]) == 2
+
+
+def test_fronts_send_an_adapter_whose_home_is_down_to_the_same_replica_and_back() -> None:
+    spots = [Spot(n, load=n) for n in range(5)]
+    fronts = [Shared() for _ in range(3)]
+    chosen = []
+    for front in fronts:
+        front.homes = {f"a{n}": (0,) for n in range(20)}
+        for up in (spots[1:], spots[:0:-1]):  # in whichever order
+            chosen.append([up[front.choose(f"a{n}", None, up)].number for n in range(20)])
+        assert {front.choose(f"a{n}", None, spots) for n in range(20)} == {0}
+        assert front.take() == {f"a{n}": 3 for n in range(20)} and front.take() == {}
+    assert all(one == chosen[0] for one in chosen) and len(set(chosen[0])) > 1
