@@ -284,11 +284,11 @@ def run(args: ClusterArgs, argv: Sequence[str]) -> None:
     def told_to_stop(*_: object) -> None:
         raise SystemExit(0)
 
-    signal.signal(signal.SIGTERM, told_to_stop)
     own = args.ray == "local"
     ray.init(address=args.ray, include_dashboard=False) if own else ray.init(address=args.ray)
-    serve.start(proxy_location="Disabled")
+    signal.signal(signal.SIGTERM, told_to_stop)  # Ray has set its own
     try:
+        serve.start(proxy_location="Disabled")
         serve.run(application(argv), name=APP, route_prefix=None)
         print(
             f"vlora_sgl: fleet on port {args.port} of every host; a page: http://{args.host}:{args.port}/ui",
