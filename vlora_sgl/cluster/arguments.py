@@ -100,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
         help='expected requests by adapter, JSON: "shares" of GET /cluster',
     )
     add("--log-dir", type=Path, metavar="DIR", help="where the output of replicas goes, a file each")
-    fleet = parser.add_argument_group("several hosts (docs/scaling.md)")
+    fleet = parser.add_argument_group("several hosts (docs/design/fleet.md)")
     add = fleet.add_argument
     add(
         "--ray",
