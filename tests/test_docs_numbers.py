@@ -38,6 +38,11 @@ REVIEWED = {
         "1.4 MB": "computed: a unit of rank of a 7B model's tower",
     },
     "deploy.md": {"1.25 times": "a rule"},
+    "quantization.md": {
+        "6.5 GB": "computed: a byte for each weight of a 7B model's linears",
+        "2.6 %": "follows from the format: the quadratic mean of rounding to three bits",
+    },
+    "routed.md": {"0.9 MB": "computed from the shapes"},
     "operate.md": {"5 s": "a rule", "10 s": "a rule"},
     "serve.md": {"30 s": "a default"},
 }

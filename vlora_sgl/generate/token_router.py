@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -123,7 +123,7 @@ def train_routed(
     """
     routed, data = RoutedModel(peft_model, spec), prepared(peft_model, processor, examples)
     device = next(peft_model.parameters()).device
-    groups = []
+    groups: list[dict[str, Any]] = []
     if spec.router is not None:
         groups.append({"params": list(spec.router.parameters()), "lr": settings.learning_rate})
     adapters = [p for name, p in peft_model.named_parameters() if "lora_" in name] if settings.adapter_rate else []

@@ -58,7 +58,7 @@ class _OnCpu:
         if isinstance(layer, _sgl.LinearBase) and not isinstance(method, _sgl.UnquantizedLinearMethod):
             kind = type(method)
             # By its old name: SGLang asks for that when it chooses how parameters are filled.
-            ours = object.__new__(type(kind.__name__, (DequantisingLinearMethod, kind), {}))
+            ours: Any = object.__new__(type(kind.__name__, (DequantisingLinearMethod, kind), {}))
             vars(ours).update(vars(method), name=prefix)
             return ours
         return method

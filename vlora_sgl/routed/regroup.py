@@ -60,10 +60,10 @@ class Routed:
         return self.top_k // self.width
 
 
-def others(groups: Sequence[Group], rows: int, routed: np.ndarray) -> list[Group]:
+def others(groups: Sequence[Group], rows: int, routed: np.ndarray | Sequence[int]) -> list[Group]:
     """The groups without the rows named in ``routed``."""
     taken = np.zeros(rows, dtype=bool)
-    taken[routed] = True
+    taken[np.asarray(routed)] = True
     left = ((numbers[~taken[numbers]], pairs) for numbers, pairs in groups)
     return [(numbers, pairs) for numbers, pairs in left if len(numbers)]
 
@@ -172,10 +172,16 @@ def device_tiles(
     placed = put([*shared, *arrays], weights.device)
     made = []
     for number in range(dispatch.passes):
-        tile_rows, tile_slots, tile_gates, counts, n_tiles, words = placed[len(shared) + 6 * number :][:6]
-        tables = {"tile_rows": tile_rows, "tile_slots": tile_slots, "tile_gates": tile_gates, "n_tiles": n_tiles}
-        view = replace(routing, folds=FOLDS, **tables)
-        fill_tiles(view, counts, weights, routed, placed[: len(shared)], words, number)
+        tile_rows, tile_slots, tile_gates, counted, n_tiles, words = placed[len(shared) + 6 * number :][:6]
+        view = replace(
+            routing,
+            folds=FOLDS,
+            tile_rows=tile_rows,
+            tile_slots=tile_slots,
+            tile_gates=tile_gates,
+            n_tiles=n_tiles,
+        )
+        fill_tiles(view, counted, weights, routed, placed[: len(shared)], words, number)
         made.append(view)
     return replace(made[0], more=tuple(made[1:]))
 

@@ -87,7 +87,8 @@ class TokenRouting:
 
         They do where every row applies its members in one pass, and these make no more sets than there are slots.
         """
-        named = [self._loaded[one] for one in dict.fromkeys(forward_batch.lora_ids or ()) if one in self._loaded]
+        asked = dict.fromkeys(forward_batch.lora_ids or ())
+        named = [self._loaded[one] for one in asked if one is not None and one in self._loaded]
         parts = [(one.members, Routed(0, tuple(range(len(one.members))), one.spec.top_k)) for one in named]
         sets = {frozenset(some) for members, part in parts for some in combinations(members, part.width)}
         if any(part.passes > 1 or part.width > pairs for _, part in parts):
@@ -128,11 +129,14 @@ class TokenRouting:
         else:
             prefixes = [int(n) - 1 for n in forward_batch.seq_lens_cpu]
         inputs = forward_batch.mm_inputs or [None] * len(lengths)
-        of_sequence = [self._loaded[a].index if a in self._loaded else BASE for a in forward_batch.lora_ids]
+        of_sequence = [
+            self._loaded[one].index if one is not None and one in self._loaded else BASE
+            for one in forward_batch.lora_ids
+        ]
         modality = np.zeros(starts[-1], dtype=np.int32)
-        for start, n, prefix, image, index in zip(starts, lengths, prefixes, inputs, of_sequence, strict=False):
+        for start, n, before, image, index in zip(starts, lengths, prefixes, inputs, of_sequence, strict=False):
             if index != BASE:
-                modality[start : start + n] = modalities_of(image, prefix, n)
+                modality[start : start + n] = modalities_of(image, before, n)
         columns = (
             np.repeat(column, lengths) for column in (of_sequence, starts[:-1], np.arange(len(lengths)), prefixes)
         )
@@ -141,8 +145,9 @@ class TokenRouting:
         used = [self._loaded[name] for name in self._named]
         learned = np.asarray([one.index for one in used if one.spec.router is not None], dtype=np.int32)
         on_device = put([routed, modality, first, request, prefix, learned], self._tables.device)
-        on_device[3] = forward_batch.req_pool_indices[on_device[3]].int()
-        return RoutedRows(*on_device, indices=tuple(one.index for one in used))
+        whose, kinds, begins, requests, offsets, learned = on_device
+        requests = forward_batch.req_pool_indices[requests].int()
+        return RoutedRows(whose, kinds, begins, requests, offsets, learned, tuple(one.index for one in used))
 
     def route(self, x: torch.Tensor, forward_batch: ForwardBatch) -> None:
         """Before the first decoder layer, decide by the input embeddings [T, hidden] which members apply where."""
