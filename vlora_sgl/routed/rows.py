@@ -145,9 +145,9 @@ class TokenRouting:
         used = [self._loaded[name] for name in self._named]
         learned = np.asarray([one.index for one in used if one.spec.router is not None], dtype=np.int32)
         on_device = put([routed, modality, first, request, prefix, learned], self._tables.device)
-        whose, kinds, begins, requests, offsets, learned = on_device
+        whose, kinds, begins, requests, offsets, networks = on_device
         requests = forward_batch.req_pool_indices[requests].int()
-        return RoutedRows(whose, kinds, begins, requests, offsets, learned, tuple(one.index for one in used))
+        return RoutedRows(whose, kinds, begins, requests, offsets, networks, tuple(one.index for one in used))
 
     def route(self, x: torch.Tensor, forward_batch: ForwardBatch) -> None:
         """Before the first decoder layer, decide by the input embeddings [T, hidden] which members apply where."""
