@@ -129,6 +129,13 @@ JOBS = (
         figures=("scale.dp4",),
     ),
     Job("tp", f"{SERVING}.bench_tp --switches --rounds 3", 200, cards=2, figures=("scale.tp2", "switch.tp2")),
+    Job(
+        "tp-step",
+        f"{KERNELS}.bench_step --tp 2 --skip off_triton ours16 slots64 each16 --limit 290 --rows {{out}}/step-tp2.json",
+        300,
+        cards=2,
+        figures=("scale.tp2.",),
+    ),
     Job("step", f"{KERNELS}.bench_step --attention triton --limit 290", 300, figures=("atmm.model.",)),
     Job("default-step", f"{KERNELS}.bench_step --limit 290", 300, figures=("default.",)),
     Job("default-long", f"{KERNELS}.bench_step --input 3072 --limit 470", 480, figures=("default.long.",)),

@@ -4,6 +4,7 @@
     python -m benchmarks.kernels.bench_step --vllm-python PATH --summary …      # vLLM's engine beside them
     python -m benchmarks.kernels.bench_step --shape 3b --skip stock             # a Qwen2.5-VL-3B, or llava-7b
     python -m benchmarks.kernels.bench_step --forms --before TREE               # more than plain LoRA, about 3 minutes
+    python -m benchmarks.kernels.bench_step --tp 2                              # two cards, as two tensor-parallel ranks
     python -m benchmarks.kernels.bench_step --tiny                              # a check on a laptop, records nothing
 
 Random bfloat16 weights and adapters on all seven projections, batch 32, input 256, 64 decode steps. Each engine (stock
@@ -142,6 +143,8 @@ def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
         }
     if args.quantization:
         options |= {"quantization": args.quantization}
+    if args.tp > 1:
+        options |= {"tp_size": args.tp}
     if tiny:
         options |= {"max_total_tokens": 4096}
     else:
@@ -196,6 +199,12 @@ def adapters_for(engine: str, batch: int) -> int:
     return batch if "each" in CASES[engine] else ADAPTERS
 
 
+def first_port() -> int:
+    """Where the engines' ports begin: apart from those of a run on another card of this machine."""
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+    return 31000 + 100 * (int(card) if card.isdecimal() else 0)
+
+
 def folder(engine: str, rank: int) -> str:
     """Where an engine's adapters lie, below the directory of all files."""
     return f"{'dora' if engine == 'dora' else 'rank'}{rank}"
@@ -246,8 +255,9 @@ class Worker:
                 own, tree = "ours", args.before.resolve()
                 environment["PYTHONPATH"] = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
             command = [sys.executable, "-m", "benchmarks.kernels.bench_step", "--engine", own]
-            command += ["--port", str(31000 + 1000 * number), "--fast-paths", args.fast_paths]
+            command += ["--port", str(first_port() + 1000 * number), "--fast-paths", args.fast_paths]
             command += [
+                *(["--tp", str(args.tp)] if args.tp > 1 else []),
                 *(["--tiny"] if args.tiny else []),
                 *(["--attention", args.attention] if args.attention else []),
                 *(["--quantization", args.quantization] if args.quantization else []),
@@ -398,6 +408,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM: its engine is timed, too")
     parser.add_argument("--attention", help="--attention-backend of all but off_triton; by default SGLang's choice")
     parser.add_argument("--quantization", choices=("fp8",), help="quantise the base, and time merged rows too")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of every engine")
     parser.add_argument("--fast-paths", default="auto", choices=("auto", "off"), help="--vlora-fast-paths of ours")
     parser.add_argument("--apart", action="store_true", help="ours with the rotation in a launch of its own, too")
     parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
@@ -440,9 +451,10 @@ def main() -> None:
 
 def write_figures(figures: dict[str, float], args: argparse.Namespace) -> None:
     """To the summary: ``default.…`` with the attention that SGLang chooses, ``atmm.model.…`` with Triton's; ``fp8.…``
-    of a quantised base."""
+    of a quantised base, ``scale.tp2.…`` of two ranks."""
     prefix, suffix = "atmm.model" if args.attention == "triton" else "default", ".long" if args.input > 1024 else ""
     prefix = args.quantization or prefix
+    prefix = f"scale.tp{args.tp}" if args.tp > 1 else prefix
     known = {*(f"{name}_over_off" for name in FIGURES), SLOTS_FIGURE, BYTES_FIGURE, *VLLM_FIGURES}
     for name in sorted(figures.keys() & {*FORM_FIGURES, CHANGE_FIGURE}):
         record(f"formats.{name}", figures[name], "ratio", False, summary=args.summary)

@@ -26,8 +26,13 @@ SEEN = 4
 """A picture that every adapter of the tower answers differently."""
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[EngineProcess]:
+ATTENTION = ["torch_native"] if is_plain_cpu() else ["triton", "fa3"]
+
+
+@pytest.fixture(scope="module", params=ATTENTION)
+def engine(
+    tiny_model: TinyModel, mode_adapters: dict[str, Path], request: pytest.FixtureRequest
+) -> Iterator[EngineProcess]:
     # SGLang wants one NUMA node a rank on a CPU, or to be told the cores (which it then binds only with AMX).
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if is_plain_cpu() else {}
     options = {
@@ -35,7 +40,10 @@ def engine(tiny_model: TinyModel, mode_adapters: dict[str, Path]) -> Iterator[En
         "tp_size": 2,
         "max_loras_per_batch": 8,
         "max_lora_rank": 32,
+        "attention_backend": request.param,
     }
+    # On a GPU prefills replay graphs, too.
+    options |= {} if is_plain_cpu() else {"cuda_graph_backend_prefill": "breakable"}
     # Algorithm 1 merges whenever a batch is one adapter's; by costs that hardly pays for a model this small.
     with EngineProcess(options, vlora=VLoraArgs(policy="vlora", dora=True), environment=cores) as process:
         yield process
