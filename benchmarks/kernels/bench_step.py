@@ -4,7 +4,7 @@
     python -m benchmarks.kernels.bench_step --vllm-python PATH --summary …      # vLLM's engine beside them
     python -m benchmarks.kernels.bench_step --shape 3b --skip stock             # a Qwen2.5-VL-3B, or llava-7b
     python -m benchmarks.kernels.bench_step --forms --before TREE               # more than plain LoRA, about 3 minutes
-    python -m benchmarks.kernels.bench_step --tp 2                              # two cards, as two tensor-parallel ranks
+    python -m benchmarks.kernels.bench_step --tp 2                              # two tensor-parallel ranks
     python -m benchmarks.kernels.bench_step --tiny                              # a check on a laptop, records nothing
 
 Random bfloat16 weights and adapters on all seven projections, batch 32, input 256, 64 decode steps. Each engine (stock

@@ -105,7 +105,7 @@ def test_figures_of_forms(tmp_path: Path) -> None:
     assert found == {"dora_over_lora": pytest.approx(1.05), "combined4_over_2": pytest.approx(1.2)}
     more = form_figures([*made, *rows(before__base=4.0, before__one=5.0, before__eight=6.04)])
     assert more["plain_step_change"] == pytest.approx(-0.01), "the largest, whichever way it goes"
-    given = {"attention": None, "quantization": None, "input": 256, "shape": "7b"}
+    given = {"attention": None, "quantization": None, "input": 256, "shape": "7b", "tp": 1}
     args = type("", (), {**given, "summary": tmp_path / "summary.json"})
     write_figures(more, args)  # type: ignore[arg-type]
     assert {row["name"] for row in read(args.summary)} == {f"formats.{name}" for name in more}  # type: ignore[attr-defined]
@@ -121,19 +121,20 @@ default.decode32_over_bytes default.decode8_vs_vllm default.prefill_base_vs_vllm
 
 @pytest.mark.parametrize("infix, shape", [("", "7b"), ("3b.", "3b"), ("llava.", "llava-7b")])
 @pytest.mark.parametrize("suffix, prompt", [("", 256), (".long", 3072)])
-@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize(
+    "quantization, ranks, prefix", [(None, 1, "default"), ("fp8", 1, "fp8"), (None, 2, "scale.tp2")]
+)
 def test_every_figure_has_a_writer(
-    infix: str, shape: str, suffix: str, prompt: int, quantization: str | None, tmp_path: Path
+    infix: str, shape: str, suffix: str, prompt: int, quantization: str | None, ranks: int, prefix: str, tmp_path: Path
 ) -> None:
     steps = {f"{engine}__{case}": 5.0 for phase in PHASES for engine in phase for case in CASES[engine]}
     made = rows(**{name: step for name, step in steps.items() if quantization or not name.startswith("merged")})
     found = ratios(made, 0) | over_bytes(made, shape, 4e12)
-    given = {"attention": None, "quantization": quantization, "input": prompt, "shape": shape}
+    given = {"attention": None, "quantization": quantization, "input": prompt, "shape": shape, "tp": ranks}
     args = type("", (), {**given, "summary": tmp_path / "summary.json"})
     write_figures(found, args)  # type: ignore[arg-type]
     wanted = [*WANTED.split(), *(["default.merged_over_off"] if quantization else [])]
-    prefix = f"{quantization or 'default'}.{infix}"
-    names = {name.replace("default.", prefix) + suffix for name in wanted}
+    names = {name.replace("default.", f"{prefix}.{infix}") + suffix for name in wanted}
     assert {row["name"] for row in read(tmp_path / "summary.json")} == names
 
 

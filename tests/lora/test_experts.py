@@ -31,6 +31,7 @@ from vlora_sgl.lora.layout import BaseLayout
 from vlora_sgl.lora.merger import Merger
 from vlora_sgl.lora.packed import PackedPool
 from vlora_sgl.lora.row_routing import RowRouting
+from vlora_sgl.platforms.cpu import is_plain_cpu
 
 COUNT, INNER, HIDDEN = EXPERTS["num_experts"], EXPERTS["moe_intermediate_size"], 32
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -43,6 +44,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "ranks": {"target_modules": [], "target_parameters": FUSED, "r": 2, "rank_pattern": {"down_proj": 5}},
 }
 Keys = dict[str, torch.Tensor]
+on_a_cpu = pytest.mark.skipif(
+    not is_plain_cpu(), reason="SGLang's layer of experts would run its CUDA kernels on a CPU's tensors"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +185,7 @@ def paths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 NAMES = [None, *ADAPTERS, "fused", None, "down", *ADAPTERS]
 
 
+@on_a_cpu
 @pytest.mark.parametrize("merged", [None, *ADAPTERS])
 def test_every_row_has_its_adapter(paths: tuple[str, dict[str, Path]], merged: str | None) -> None:
     """Five adapters and base rows in a batch, unmerged and with any of them merged."""
@@ -196,6 +201,7 @@ def test_every_row_has_its_adapter(paths: tuple[str, dict[str, Path]], merged: s
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
 
 
+@on_a_cpu
 def test_merged_weights_come_back_to_the_bit(paths: tuple[str, dict[str, Path]]) -> None:
     world = World(*paths)
     before = {name: value.clone() for name, value in world.model.named_parameters()}
@@ -209,6 +215,7 @@ def test_merged_weights_come_back_to_the_bit(paths: tuple[str, dict[str, Path]])
     assert size == 2 * 4 * 3 * COUNT * 3 * INNER * HIDDEN
 
 
+@on_a_cpu
 def test_base_rows_and_merged_rows_alone_cost_nothing(
     paths: tuple[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +226,7 @@ def test_base_rows_and_merged_rows_alone_cost_nothing(
         torch.testing.assert_close(found, world.expected(0, x, [name] * 3), rtol=2e-4, atol=2e-5)
 
 
+@on_a_cpu
 def test_hooks_of_sglangs_runner_add_the_same(paths: tuple[str, dict[str, Path]]) -> None:
     """Its runner hands them what it has computed, each choice of a token by itself."""
     world, x = World(*paths), inputs(len(NAMES))
@@ -237,6 +245,7 @@ def test_hooks_of_sglangs_runner_add_the_same(paths: tuple[str, dict[str, Path]]
     assert build_hooks(lambda *given: given, x, "another's", ids) == (x, "another's", ids)
 
 
+@on_a_cpu
 @pytest.mark.parametrize("merged", [None, "wide"])
 def test_ranks_share_every_experts_inner_size(paths: tuple[str, dict[str, Path]], merged: str | None) -> None:
     """Two ranks' sums are one's output."""
@@ -294,6 +303,7 @@ def whole(partial: Path, root: Path) -> Path:
     return rewrite(partial, root / "filled", filled, target_modules=SPLIT)
 
 
+@on_a_cpu
 @pytest.mark.parametrize(
     "experts, only", [(range(COUNT), SPLIT), ([1, 4], SPLIT), ([0], ["down_proj"]), (range(COUNT), ["up_proj"])]
 )

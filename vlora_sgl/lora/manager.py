@@ -297,11 +297,11 @@ class VLoraManager(_sgl.LoRAManager):
         )
         self.lora_backend.routes_tokens = True
 
-    def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_bs: int) -> None:
+    def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
         """SGLang's, and room for the rows that decode graphs route."""
-        super().init_cuda_graph_batch_info(max_bs_in_cuda_graph, num_tokens_per_bs)
+        super().init_cuda_graph_batch_info(max_bs_in_cuda_graph, num_tokens_per_req)
         if self.token_routing is not None:
-            self.token_routing.reserve(max_bs_in_cuda_graph * num_tokens_per_bs, GRAPH_PAIRS)
+            self.token_routing.reserve(max_bs_in_cuda_graph * num_tokens_per_req, GRAPH_PAIRS)
 
     def first_layer(self) -> Any:
         """The first decoder layer, whose ``forward`` takes ``hidden_states`` and ``forward_batch``."""
