@@ -82,6 +82,7 @@ CASES = {
 }
 SLOTS = {"slots64": 64, "each16": 64}
 SLOTS_FIGURE = "slots64_over_slots8"
+EIGHT = {"decode8_over_off": "ours", "slots64_over_off": "slots64"}
 BYTES_FIGURE = "decode32_over_bytes"
 # Figure -> (engine, case, what is timed).
 FIGURES = {
@@ -353,7 +354,7 @@ def ratios(rows: list[dict[str, Any]], phase: int) -> dict[str, float]:
     off = {what: min(row[what] for row in offs) for what in ("prefill_ms", "step_ms")} if offs else None
     wanted = dict(FIGURES)
     wanted |= {f"stock_{case}": ("stock", case, "step") for case in CASES["stock"]}
-    wanted |= {"stock_prefill8": ("stock", "eight", "prefill")}
+    wanted |= {"stock_prefill8": ("stock", "eight", "prefill"), "slots64": ("slots64", "eight", "step")}
     over = {
         f"{name}_over_off": found[engine, case][f"{what}_ms"] / off[f"{what}_ms"]
         for name, (engine, case, what) in wanted.items()
@@ -363,8 +364,19 @@ def ratios(rows: list[dict[str, Any]], phase: int) -> dict[str, float]:
         own, other = (found.get((engine, case)) for engine in ("ours", "vllm"))
         if own and other:
             over[name] = own[f"{what}_ms"] / other[f"{what}_ms"]
-    few, many = (found.get((name, "eight")) for name in ("ours", "slots64"))
-    return over if few is None or many is None else {**over, SLOTS_FIGURE: many["step_ms"] / few["step_ms"]}
+    return over
+
+
+def all_ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """``ratios`` of all phases, and what many slots cost: of two phases, each is taken over its own LoRA off."""
+    phases = sorted({row["phase"] for row in rows})
+    over = {name: value for phase in phases for name, value in ratios(rows, phase).items()}
+    if len(phases) == 1:  # and where LoRA off was not asked
+        steps = {row["engine"]: row["step_ms"] for row in rows if row["case"] == "eight"}
+    else:
+        steps = {engine: over[name] for name, engine in EIGHT.items() if name in over}
+    few, many = (steps.get(name) for name in ("ours", "slots64"))
+    return over if few is None or many is None else {**over, SLOTS_FIGURE: many / few}
 
 
 def form_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -417,11 +429,16 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model; nothing is recorded")
     parser.add_argument("--summary", type=Path, help="where the figures go")
     parser.add_argument("--rows", type=Path, default=RESULTS / "kernels" / "step.json")
+    parser.add_argument("--recorded", type=Path, help="measure nothing: the figures of these rows")
     for flag, kind in (("--engine", str), ("--rank", int), ("--directory", Path), ("--port", int)):
         parser.add_argument(flag, type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
         serve(args)
+        return
+    if args.recorded:
+        about = json.loads(args.recorded.read_text())
+        write_figures(all_ratios(about["rows"]), args, about["card"])
         return
     wanted = {"vllm": args.vllm_python, "apart": args.apart, "before": args.before, "merged": args.quantization}
     args.skip += [name for name, given in wanted.items() if not given]
@@ -449,7 +466,7 @@ def main() -> None:
         write_figures(figures, args)
 
 
-def write_figures(figures: dict[str, float], args: argparse.Namespace) -> None:
+def write_figures(figures: dict[str, float], args: argparse.Namespace, card: str | None = None) -> None:
     """To the summary: ``default.…`` with the attention that SGLang chooses, ``atmm.model.…`` with Triton's; ``fp8.…``
     of a quantised base, ``scale.tp2.…`` of two ranks."""
     prefix, suffix = "atmm.model" if args.attention == "triton" else "default", ".long" if args.input > 1024 else ""
@@ -457,11 +474,10 @@ def write_figures(figures: dict[str, float], args: argparse.Namespace) -> None:
     prefix = f"scale.tp{args.tp}" if args.tp > 1 else prefix
     known = {*(f"{name}_over_off" for name in FIGURES), SLOTS_FIGURE, BYTES_FIGURE, *VLLM_FIGURES}
     for name in sorted(figures.keys() & {*FORM_FIGURES, CHANGE_FIGURE}):
-        record(f"formats.{name}", figures[name], "ratio", False, summary=args.summary)
+        record(f"formats.{name}", figures[name], "ratio", False, card=card, summary=args.summary)
     for name in sorted(figures.keys() & known):
-        record(
-            f"{prefix}.{SHAPES[args.shape].figure}{name}{suffix}", figures[name], "ratio", False, summary=args.summary
-        )
+        full = f"{prefix}.{SHAPES[args.shape].figure}{name}{suffix}"
+        record(full, figures[name], "ratio", False, card=card, summary=args.summary)
 
 
 def copy_rate() -> float:
@@ -492,7 +508,6 @@ def write_models(directory: Path, engines: dict[str, int], args: argparse.Namesp
 def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """(rows, ratios) of all phases; engines that fail are left out with a message and the end of their log."""
     rows: list[dict[str, Any]] = []
-    figures: dict[str, float] = {}
     workers: dict[str, Worker] = {}
     phases = (FORMS,) if args.forms else PHASES
     phases = [{name: rank for name, rank in phase.items() if name not in args.skip} for phase in phases]
@@ -513,7 +528,7 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
                         workers.pop(name).stop()
                 print(f"phase {phase}: {', '.join(workers)} ready", flush=True)
                 rows += [{**row, "phase": phase} for row in measure(workers, args, deadline)]
-                figures |= form_figures(rows) if args.forms else ratios(rows, phase)
+            figures = form_figures(rows) if args.forms else all_ratios(rows)
         finally:
             for worker in workers.values():
                 worker.stop()

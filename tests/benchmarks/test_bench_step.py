@@ -17,6 +17,7 @@ from benchmarks.kernels.bench_step import (
     PHASES,
     Worker,
     adapters_of,
+    all_ratios,
     form_figures,
     over_bytes,
     ratios,
@@ -65,10 +66,13 @@ def rows(**steps: float) -> list[dict[str, Any]]:
 
 def test_figures_are_over_the_faster_of_two_backends() -> None:
     made = rows(off__base=5.0, off_triton__base=4.0, ours__base=4.0, ours__eight=6.0, slots64__eight=6.3)
-    found = ratios(made, 0)
+    found = all_ratios(made)
     assert (found["base_over_off"], found["decode8_over_off"], found["prefill8_over_off"]) == (1.0, 1.5, 1.5)
     assert found["slots64_over_slots8"] == pytest.approx(1.05)
     assert not any("vllm" in name for name in found)
+    slower = [{**row, "phase": 1, "step_ms": 2 * row["step_ms"]} for row in made if "ours" not in row["engine"]]
+    apart = all_ratios([*(row for row in made if row["engine"] != "slots64"), *slower])
+    assert apart["slots64_over_slots8"] == pytest.approx(1.05), "each phase has its own clock"
     beside = ratios([*made, *rows(vllm__base=5.0, vllm__eight=12.0)], 0)
     assert (beside["decode8_vs_vllm"], beside["prefill_base_vs_vllm"]) == (0.5, 0.8)
 
@@ -129,7 +133,7 @@ def test_every_figure_has_a_writer(
 ) -> None:
     steps = {f"{engine}__{case}": 5.0 for phase in PHASES for engine in phase for case in CASES[engine]}
     made = rows(**{name: step for name, step in steps.items() if quantization or not name.startswith("merged")})
-    found = ratios(made, 0) | over_bytes(made, shape, 4e12)
+    found = all_ratios(made) | over_bytes(made, shape, 4e12)
     given = {"attention": None, "quantization": quantization, "input": prompt, "shape": shape, "tp": ranks}
     args = type("", (), {**given, "summary": tmp_path / "summary.json"})
     write_figures(found, args)  # type: ignore[arg-type]

@@ -52,14 +52,16 @@ def runtime(layers_runtime: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """What SGLang's encoders ask for when they are built, and a merge of the ranks there are: one."""
     from sglang.srt.layers import linear, vocab_parallel_embedding
     from sglang.srt.models import qwen3_vl
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_context, get_parallel
 
     alone = SimpleNamespace(world_size=1, is_first_rank=True)
     monkeypatch.setattr(qwen3_vl, "get_pp_group", lambda: alone)
     monkeypatch.setattr(qwen3_vl, "is_dp_attention_enabled", lambda: False)
     for module in (_sgl, linear, vocab_parallel_embedding):
         monkeypatch.setattr(module, "get_tp_group", lambda: alone)
-    with get_parallel().override(attn_tp_size=1, attn_tp_rank=0):
+    # FlashAttention 3, SGLang's choice on Hopper, is not built for 16 bits everywhere, and ends the process then.
+    attention = {"mm_attention_backend": "triton_attn"} if torch.cuda.is_available() else {}
+    with get_context().override_server_args(**attention), get_parallel().override(attn_tp_size=1, attn_tp_rank=0):
         yield
 
 

@@ -92,11 +92,12 @@ def _bytes_of(source: object, max_pixels: int) -> bytes:
 
 def _fetch(url: str, most: int) -> bytes:
     """What is at an address: at most ``most`` bytes, in bounded time."""
+    session = _sgl.get_mm_http_session()  # the first call imports SGLang, which is not to count
     silence = int(os.getenv("REQUEST_TIMEOUT", "3"))
     end = time.monotonic() + FETCH_PATIENCE * silence
     data = bytearray()
     try:
-        with _sgl.get_mm_http_session().get(url, timeout=silence, stream=True) as response:
+        with session.get(url, timeout=silence, stream=True) as response:
             response.raise_for_status()
             while part := response.raw.read1(1 << 20, decode_content=True):
                 data += part
