@@ -155,7 +155,9 @@ def serve(model: TinyModel, log: Path, *flags: str) -> Iterator[Server]:
         wait_until_healthy(url, process, log)
         yield Server(url, model, tuple(model.adapters), log, process)
         if process.poll():  # 0: a test has ended it
-            pytest.fail(f"the server ended with {process.returncode} while it was asked:\n{log.read_text()[-6000:]}")
+            lines = [line[:500] for line in log.read_text().splitlines() if "Capturing" not in line]
+            end = "\n".join(lines)[-8000:]
+            pytest.fail(f"the server ended with {process.returncode} while it was asked:\n{end}")
     finally:
         process.terminate()
         try:

@@ -14,7 +14,7 @@ from vlora_sgl.errors import AdapterError
 from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_silu_and_mul, make_routing
 from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_torch
 from vlora_sgl.routed.regroup import Dispatch, Routed, add_gates, device_tiles, host_groups, others
-from vlora_sgl.routed.router_tables import RoutedRows, RouterTables
+from vlora_sgl.routed.router_tables import VOTE_BYTES, RoutedRows, RouterTables
 from vlora_sgl.routed.spec import RoutedSpec, read_routed, write_routed
 from vlora_sgl.routed.token_router import LIMIT, MAX_MEMBERS, UNIT, Router, prefix_totals, quantised, top_weights
 
@@ -66,6 +66,16 @@ def tables_with(specs: list[RoutedSpec], requests: int = 8, length: int = 16) ->
     for spec in specs:
         tables.put(spec)
     return tables
+
+
+def test_votes_of_a_cache_too_large_for_them_are_left_out() -> None:
+    kinds = {context: RoutedSpec(("a", "b"), router=make_router(2, 1, context)) for context in ("prefix", "token")}
+    by_rule = RoutedSpec(("a",), ranges=((0, 20, 0),))
+    tables = tables_with([])
+    assert not any(tables.lacks_votes(spec) for spec in kinds.values())
+    tables.bind(tables.req_to_token, VOTE_BYTES // 128 + 1)
+    assert tables.lacks_votes(kinds["prefix"]) and not len(tables.totals)
+    assert not tables.lacks_votes(kinds["token"]) and not tables.lacks_votes(by_rule)
 
 
 LETTERS = tuple("abcdefghijklmnop")

@@ -72,7 +72,10 @@ def is_tie(answer: dict[str, Any], tolerance: float) -> bool:
 
 
 def assert_boxes_close(found: list[Any], wanted: list[Any], tolerance: float) -> None:
-    """Nearly all boxes have an equal one among the others: rounding swaps near ties, and what they suppress."""
+    """Nearly all boxes have an equal one among the others: rounding swaps near ties, and what they suppress.
+
+    With eight bits of mantissa that may be two of a few.
+    """
 
     def equal(one: Any, other: Any) -> bool:
         try:
@@ -82,7 +85,8 @@ def assert_boxes_close(found: list[Any], wanted: list[Any], tolerance: float) ->
         return True
 
     for some, others in ((found, wanted), (wanted, found)):
-        assert sum(any(equal(one, other) for other in others) for one in some) >= 0.9 * len(some)
+        lonely = [one for one in some if not any(equal(one, other) for other in others)]
+        assert len(lonely) <= max(2 if COARSE else 0, 0.1 * len(some)), (lonely, others)
 
 
 class Reference:

@@ -25,7 +25,7 @@ from vlora_sgl.lora.packed import Layers, PackedPool
 from vlora_sgl.lora.pool import fits
 from vlora_sgl.lora.tower import Tower, TowerWeights, tower_of
 from vlora_sgl.lora.vectors import has_vectors
-from vlora_sgl.routed.router_tables import RouterTables
+from vlora_sgl.routed.router_tables import VOTE_BYTES, RouterTables
 from vlora_sgl.routed.rows import LoadedRouted
 from vlora_sgl.routed.spec import is_routed, read_routed
 
@@ -220,6 +220,11 @@ class AdapterStore:
         ranks = [self._adapters[uid].config.r for uid in members]
         if self._slot_ranks and not fits(ranks, self._slot_ranks):
             raise AdapterError(f"members of ranks {ranks} do not fit slots of ranks {self._slot_ranks} at once")
+        if self._router_tables.lacks_votes(spec):
+            raise AdapterError(
+                "its token router counts the votes of all tokens so far, and those of a KV cache this large would take "
+                f"more than {VOTE_BYTES >> 30} GiB; lower --max-total-tokens"
+            )
         description = read_description(directory)
         heads = load_heads(directory, config.hidden_size, self._device, description)
         index = self._router_tables.put(spec)

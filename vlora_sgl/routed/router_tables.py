@@ -26,6 +26,9 @@ from vlora_sgl.routed.spec import MAX_POSITIONS, MODALITIES, RoutedSpec
 from vlora_sgl.routed.token_router import MAX_MEMBERS, WIDTH, Router, prefix_totals, quantised, top_weights
 
 BASE = -1  # "member" of a token that runs on the base model
+VOTE_BYTES = 1 << 31
+"""Vote totals that would take more are left out: they lie outside the memory that SGLang divides. A token of the KV
+cache has 128 bytes of them, and at least ten thousand bytes of its own with any real model."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,12 @@ class RouterTables:
     def bind(self, req_to_token: torch.Tensor, token_slots: int) -> None:
         """Lay the vote totals beside the KV cache of ``token_slots`` slots, found through ``req_to_token``."""
         self.req_to_token = req_to_token
-        self.totals = torch.zeros(token_slots, MAX_MEMBERS, dtype=torch.int64, device=self.device)
+        fit = token_slots * MAX_MEMBERS * self.totals.element_size() <= VOTE_BYTES
+        self.totals = torch.zeros(token_slots if fit else 0, MAX_MEMBERS, dtype=torch.int64, device=self.device)
+
+    def lacks_votes(self, spec: RoutedSpec) -> bool:
+        """Whether it counts the votes of all tokens so far, for which there is no room here."""
+        return not len(self.totals) and spec.router is not None and spec.router.context == "prefix"
 
     def put(self, spec: RoutedSpec) -> int | None:
         """Take a routed adapter in; its place, or ``None`` where there is no room."""
