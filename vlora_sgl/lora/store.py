@@ -222,8 +222,8 @@ class AdapterStore:
             raise AdapterError(f"members of ranks {ranks} do not fit slots of ranks {self._slot_ranks} at once")
         if self._router_tables.lacks_votes(spec):
             raise AdapterError(
-                "its token router counts the votes of all tokens so far, and those of a KV cache this large would take "
-                f"more than {VOTE_BYTES >> 30} GiB; lower --max-total-tokens"
+                "its token router counts the votes of all tokens so far, and those of a KV cache this large would "
+                f"take more than {VOTE_BYTES >> 30} GiB; lower --max-total-tokens"
             )
         description = read_description(directory)
         heads = load_heads(directory, config.hidden_size, self._device, description)
