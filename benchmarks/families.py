@@ -4,9 +4,9 @@
     python -m benchmarks.families --workers 6 --only llama qwen2_vl
 
 Each family is a run of tests/e2e/test_families.py. ``equal``: every check passed. ``equal for text``: those with
-images were left out, for the reason that the family's entry in tests/support/served_families.py gives. Anything else
-fails the command. What a GPU's servers need besides is in ``VLORA_TEST_SERVER_ARGS``, which
-benchmarks.serving.smoke_gpu sets.
+images were left out: the server refuses them by name, for the reason that the family's entry in
+tests/support/served_families.py gives (``families.refused`` counts these). Anything else fails the command. What a
+GPU's servers need besides is in ``VLORA_TEST_SERVER_ARGS``, which benchmarks.serving.smoke_gpu sets.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.only == list(FAMILIES):
         equal = sum(row.outcome == EQUAL for row in rows)
         record("families.equal", equal, f"of {len(rows)} families", True, summary=args.summary)
+        refused = sum(row.outcome == TEXT for row in rows)
+        record("families.refused", refused, f"of {len(rows)} families", False, summary=args.summary)
     return int(any(row.outcome == DIFFERS for row in rows))
 
 
