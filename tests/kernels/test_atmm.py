@@ -6,10 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from tests.support.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from vlora_sgl.kernels import tiling
 from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, launch, make_routing, tiles_of
+from vlora_sgl.kernels.atmm.kernel import dense_linear_kernel
+from vlora_sgl.kernels.atmm.row_routing import dense_slots
 from vlora_sgl.kernels.tiling import OPS, Tile, TilingTable, default_tile, unpack
 
 # name: (K, offsets, R, ranks, scalings)
@@ -199,6 +204,68 @@ def test_kernel_leaves_rows_past_the_batch_alone(accumulate: bool) -> None:
 @pytest.mark.parametrize("shape", ["qkv-unequal-odd-ranks", "ranks-of-whole-groups"])
 def test_kernel_on_slots_of_unequal_sizes(shape: str, plan: str) -> None:
     run_case(shape, "two-slots-a-row", torch.float32, plan != "grouped", tiles(3), sized=True)
+
+
+@kernels
+@pytest.mark.parametrize("used", [19, 32])
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("ranks", [(16,), (16, 5, 9), (32, 24), (32, 7)], ids=str)
+def test_kernel_of_several_slots_of_low_rank_a_step(ranks: tuple[int, ...], split: int, used: int) -> None:
+    """An adapter of its own for each of some rows, two for the others, in a pool of more slots than a step may use."""
+    if not CUDA and ((used == 32) != (split == 3) or (split == 3) != (len(ranks) == 2)):
+        pytest.skip("a quarter under the interpreter, for time")
+    slots, k, offsets, r, rows = 36, 32, (0, 24, 40), max(ranks), used + 3
+    own_ranks = [ranks[slot % len(ranks)] for slot in range(slots)]
+    scalings = [0.5 + slot % 3 for slot in range(slots)]
+    groups = [
+        (np.array([t], dtype=np.int32), ((slots - 1 - t % used, 1.0), *([(slots - used, -0.5)] if t % 4 == 1 else [])))
+        for t in range(1, rows)
+    ]
+    groups.append((np.array([0], dtype=np.int32), ()))
+    torch.manual_seed(0)
+    parts, n = len(offsets) - 1, offsets[-1]
+    a = torch.full((slots, parts * r, k), float("nan"), device=DEVICE)
+    b = torch.full((slots, n, r), float("nan"), device=DEVICE)
+    for slot in range(slots - used, slots):
+        rank = own_ranks[slot]
+        a[slot, : parts * rank] = torch.randn(parts * rank, k) * k**-0.5
+        b[slot, :, :rank] = torch.randn(n, rank)
+    x, w, bias = (torch.randn(*size, device=DEVICE) for size in ((rows, k), (n, k), (n,)))
+    route = make_routing(groups, rows, own_ranks, scalings, DEVICE, most_dense=dense_slots(r))
+    assert route.gates is not None and route.active_most == 32
+    base = torch.nn.functional.linear(x, w, bias)
+    own = torch_own(base, x, a, b, groups, own_ranks, scalings, offsets)
+    for out, from_ in ((atmm_linear(x, w, bias, a, b, route, offsets, tiles(split)), None), (base.clone(), base)):
+        if from_ is not None:
+            atmm(out, x, a, b, route, offsets, tiles(split))
+        y = torch.nn.functional.linear(x.double(), w.double(), bias.double()) if from_ is None else from_
+        exact = atmm_reference(y.cpu(), x.cpu(), a.cpu(), b.cpu(), groups, own_ranks, scalings, offsets)
+        assert (exact - y.cpu().double()).abs().max() > 0.1
+        check(out.cpu(), exact, own.cpu())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("rank", [8, 32])
+def test_steps_of_several_slots_load_wide_on_a_hopper(rank: int) -> None:
+    """Not number by number, which the compiler does where it does not see that neighbours have one slot."""
+    kernel: Any = dense_linear_kernel
+    group = 64 // launch.rank_pad(rank)
+    constants: dict[str, Any] = {"K": 256, **dict.fromkeys(launch.BOUNDS, 512), "C": 1, "R": rank, "RP": launch.rank_pad(rank)}
+    constants |= {"ACTIVE": 32, "ACTIVE_P": 32, "GROUP": group, "HAS_BIAS": False, "SPLIT": 1, "STAGES": 3, "BM": 32}
+    constants |= {"BN": 64, "BK": 64, "PDL": True, "V_SLOT": 0, "vectors": None, "marks": None}
+    words, floats = ("active", "counters"), ("partials",)
+    signature, aligned = {}, {}
+    for at, name in enumerate(kernel.arg_names):
+        number = name in ("m", "b_slot", "b_row") or name.startswith("stride")
+        pointer = "*i32" if name in words else "*fp32" if name in floats else "*bf16"
+        signature[name] = "constexpr" if name in constants else "i32" if number else pointer
+        if name not in constants and name != "m":
+            aligned[(at,)] = [["tt.divisibility", 16]]
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, aligned)
+    options = {"num_warps": 4, "num_stages": 3, "launch_pdl": True}
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert "cp.async.cg.shared.global" in code and "ld.global.b16" not in code
 
 
 @starter

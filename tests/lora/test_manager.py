@@ -10,6 +10,7 @@ import pytest
 from vlora_sgl.core import BatchPlan, InferenceMode
 from vlora_sgl.errors import RequestError, UnknownAdapterError
 from vlora_sgl.heads.store import AdapterDescription
+from vlora_sgl.kernels.atmm.row_routing import dense_slots
 from vlora_sgl.lora.manager import VLoraManager
 from vlora_sgl.lora.store import AdapterStore, DescribedAdapter
 
@@ -137,12 +138,16 @@ def test_adapters_that_cannot_be_combined_are_refused_by_name(
         one.description_of(combined)
 
 
-@pytest.mark.parametrize("slots", [4, 16, 17, 64])
-def test_a_pool_of_many_slots_has_one_decode_graph_more(slots: int) -> None:
+@pytest.mark.parametrize(
+    ("slots", "rank", "more"),
+    [(4, 64, False), (16, 64, False), (17, 64, True), (64, 33, True), (32, 32, False), (33, 32, True), (64, 8, True)],
+)
+def test_a_pool_of_many_slots_has_one_decode_graph_more(slots: int, rank: int, more: bool) -> None:
     one, few = manager(slots=slots), SimpleNamespace(routing=SimpleNamespace(gates="gates"))
-    assert one.decode_variants == (("lora", "lora_many") if slots > 16 else ("lora",))
+    one.lora_backend = SimpleNamespace(most_dense=dense_slots(rank))
+    assert one.decode_variants == (("lora", "lora_many") if more else ("lora",))
     many = SimpleNamespace(routing=SimpleNamespace(gates=None))
-    for prepared, variant in ((None, "nolora"), (few, "lora"), (many, "lora_many" if slots > 16 else "lora")):
-        one.lora_backend = SimpleNamespace(batch_info=prepared)
+    for prepared, variant in ((None, "nolora"), (few, "lora"), (many, "lora_many" if more else "lora")):
+        one.lora_backend.batch_info = prepared
         assert one.prepared_variant() == variant
     assert manager(slots=slots, routes_rows=False).decode_variants == ("lora",)

@@ -12,6 +12,7 @@ import torch
 
 from vlora_sgl.kernels import atmm
 from vlora_sgl.kernels.atmm import Vectors, atmm_linear, atmm_silu_and_mul, launch, make_routing
+from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_SLOTS
 from vlora_sgl.lora import warmup
 from vlora_sgl.lora.warmup import compile_prefills, wrapped_linears
 
@@ -43,7 +44,7 @@ def manager(device: str = "cuda", two_slots_a_row: bool = True, fusible: bool = 
     return SimpleNamespace(
         # The tensors are the CPU's: what is compiled there is only named.
         device=SimpleNamespace(type=device),
-        lora_backend=SimpleNamespace(places=range(SLOTS), marks_rows=vectors),
+        lora_backend=SimpleNamespace(places=range(SLOTS), marks_rows=vectors, most_dense=DENSE_MAX_SLOTS),
         lora_modules=[{**layer, "lm_head": object()} for layer in layers],
         max_loras_per_batch=SLOTS,
         two_slots_a_row=two_slots_a_row,

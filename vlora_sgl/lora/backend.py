@@ -91,6 +91,7 @@ class GraphTables:
         marked: whether slots may have vectors, so that rows are marked for them.
         tuples: whether layers gather rows anew on the device (``Routing.tuples``).
         routed: whether rows may be routed on the device, which then have tiles of their own.
+        most_dense: slots in use up to which the dense kernels run in this pool.
     """
 
     RING = 4
@@ -106,13 +107,14 @@ class GraphTables:
         marked: bool = False,
         tuples: bool = False,
         routed: bool = False,
+        most_dense: int = DENSE_MAX_SLOTS,
     ) -> None:
-        self.routed = routed
+        self.routed, self.most_dense = routed, most_dense
         self.places, self.max_rows, self.device, self.marked = tuple(places), max_rows, device, marked
         slots = self.slots = len(places)
-        self.dense_rows = min(max_rows, DENSE_MAX_ROWS) if both or is_dense(1, slots) else 0
+        self.dense_rows = min(max_rows, DENSE_MAX_ROWS) if both or is_dense(1, slots, most_dense) else 0
         self.block = block or TILE_ROWS[slots <= DENSE_MAX_SLOTS]  # many slots, few rows each
-        self.many = both and not is_dense(1, slots)
+        self.many = both and not is_dense(1, slots, most_dense)
         self.max_tiles = self._most_tiles(max_rows) if self.many or max_rows > self.dense_rows else 0
         sizes = {
             "active": 2 + 2 * slots,
@@ -150,7 +152,7 @@ class GraphTables:
 
     def is_dense(self, rows: int, active: int) -> bool:
         """Whether the graph that runs a batch is one of the dense kernels."""
-        return self._padded(rows) <= self.dense_rows and is_dense(rows, active)
+        return self._padded(rows) <= self.dense_rows and is_dense(rows, active, self.most_dense)
 
     def _padded(self, rows: int) -> int:
         """Rows of the graph that runs a batch of so many."""
@@ -179,7 +181,7 @@ class GraphTables:
 
     def _views_for(self, rows: int, dense: bool) -> Routing:
         words, at = self.buffer, self.at
-        view = Routing(rows, self.slots, [], places=self.places)
+        view = Routing(rows, self.slots, [], places=self.places, most_dense=self.most_dense)
         if self.marked:
             view.marks = words[at["marks"]][:rows]
         if self.tuples:
@@ -225,7 +227,8 @@ class GraphTables:
         if many is not None:
             self._captured.add(rows)  # only a capture says
         else:
-            many = self.many and not is_dense(1, len(active_slots((count, pairs) for pairs, count in runs)))
+            active = len(active_slots((count, pairs) for pairs, count in runs))
+            many = self.many and not is_dense(1, active, self.most_dense)
         if rows <= self.dense_rows and not many:
             self._put_gates(host, runs, ranks, scalings)
         # A batch of few rows may be padded up to a graph of many, whose kernels are the grouped ones.
@@ -325,6 +328,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
 
     Attributes:
         is_moe_lora: whether layers have adapters on experts; SGLang sets it when it wraps such a layer.
+        most_dense: slots in use up to which the dense kernels run; the manager sets it when it makes the pool.
     """
 
     name = "atmm"
@@ -336,6 +340,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         self.prefill_tables: dict[int, GraphTables] = {}
         self.places: Sequence[int] = range(max_loras_per_batch)
         self.marks_rows = self.routes_tokens = False
+        self.most_dense = DENSE_MAX_SLOTS
 
     def place_slots(self, places: Sequence[int]) -> None:
         """Say where each slot begins in the pool tensors, where that is not its number; before graphs are captured."""
@@ -348,7 +353,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         rows = max_bs_in_cuda_graph * num_tokens_per_req
         self.graph_tables = GraphTables(
             rows, self.places, self.device, both=True, marked=self.marks_rows, tuples=self.is_moe_lora,
-            routed=self.routes_tokens,
+            routed=self.routes_tokens, most_dense=self.most_dense,
         )  # fmt: skip
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int) -> None:
@@ -375,8 +380,9 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         if tokens not in self.prefill_tables:
             block = TILE_ROWS[True] if tokens >= MANY_ROWS else None
             self.prefill_tables[tokens] = GraphTables(
-                tokens, self.places, self.device, block, marked=self.marks_rows, routed=self.routes_tokens
-            )
+                tokens, self.places, self.device, block, marked=self.marks_rows, routed=self.routes_tokens,
+                most_dense=self.most_dense,
+            )  # fmt: skip
         return self.prefill_tables[tokens]
 
     def route(
@@ -422,7 +428,7 @@ class AtmmBackend(_sgl.BaseLoRABackend):
             groups, rows = groups_of(runs)
             routing = make_routing(
                 groups, rows, ranks, scalings, self.device, places=self.places, vectored=vectored,
-                tuples=self.is_moe_lora and on_kernels(self.device),
+                tuples=self.is_moe_lora and on_kernels(self.device), most_dense=self.most_dense,
             )  # fmt: skip
         prefill, counts = prefill_tokens is not None, None if tables is None else tables.counts
         self.batch_info = Batch(routing, tables is not None, prefill, counts)

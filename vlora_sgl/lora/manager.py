@@ -19,7 +19,7 @@ from vlora_sgl._sgl_types import ForwardBatch, LoRAConfig, LoRARef
 from vlora_sgl.combined import is_combined, parts
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict, adapters_in
 from vlora_sgl.errors import ConfigError, RequestError
-from vlora_sgl.kernels.atmm.row_routing import Run, is_dense
+from vlora_sgl.kernels.atmm.row_routing import Run, dense_slots, is_dense
 from vlora_sgl.lora.adapter import AdapterBuilder, engine_layout
 from vlora_sgl.lora.arrivals import Arrivals
 from vlora_sgl.lora.backend import GRAPH_PAIRS
@@ -230,6 +230,8 @@ class VLoraManager(_sgl.LoRAManager):
         else:
             pool = PackedPool(experts=self._routes_rows, **options)
         seams.own("LoRAManager.memory_pool", self, pool)
+        if self._routes_rows:
+            self.lora_backend.most_dense = dense_slots(self.max_lora_rank)
         if (lacking := pool.lacking(self.lora_modules)) is not None:
             raise ConfigError(
                 f"{lacking} lies beside experts, and SGLang's slots have no room of its size; leave gate_up_proj "
@@ -476,7 +478,7 @@ class VLoraManager(_sgl.LoRAManager):
     @property
     def decode_variants(self) -> tuple[str, ...]:
         """The decode graphs with LoRA kernels: one more where a step may use more slots than the dense ones take."""
-        many = self._routes_rows and not is_dense(1, self.max_loras_per_batch)
+        many = self._routes_rows and not is_dense(1, self.max_loras_per_batch, self.lora_backend.most_dense)
         return ("lora", MANY) if many else ("lora",)
 
     def prepared_variant(self) -> str:

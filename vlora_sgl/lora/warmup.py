@@ -89,7 +89,7 @@ def compile_prefills(manager: Any, captured: int, most: int) -> int:
     """
     backend, slots = manager.lora_backend, manager.max_loras_per_batch
     linears = wrapped_linears(manager) if manager.device.type == "cuda" else []
-    fewest = 1 + (captured or (DENSE_MAX_ROWS if is_dense(1, slots) else 0))
+    fewest = 1 + (captured or (DENSE_MAX_ROWS if is_dense(1, slots, backend.most_dense) else 0))
     if not linears or fewest > most:
         return 0
     start = time.monotonic()

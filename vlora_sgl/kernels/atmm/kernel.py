@@ -102,6 +102,38 @@ def _load_b(b_ptrs, b_slot, word, col_live, k, R: tl.constexpr, CUT: tl.constexp
 
 
 @triton.jit
+def _low_step(
+    b_ptrs, h_ptrs, b_slot, words, i, col_live, row_live,
+    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """B [BN, GROUP * RP] and h [BM, GROUP * RP] of step i over the slots in use: GROUP of them side by side.
+
+    The pointers are the first slot's, and repeat it GROUP times; ``col_live`` [BN, 1] and ``row_live`` [BM, 1].
+    """
+    k = tl.arange(0, GROUP * RP)
+    # .cg: another multiprocessor has just written h.
+    if GROUP == 1:
+        b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, LENGTH), col_live, k, R, CUT)
+        low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
+    else:
+        at = i * GROUP + k // RP
+        word = tl.sum(tl.where(tl.arange(0, LENGTH)[None, :] == at[:, None], words[None, :], 0), 1)
+        # What is behind a sum is unknown to the compiler, which would load number by number.
+        offset = tl.max_constancy((word & 0xFFFF).to(tl.int64) * b_slot, [RP])
+        rank = tl.max_constancy(word >> 16, [RP])
+        column = k % RP
+        ptrs = b_ptrs + offset[None, :]
+        lane = tl.max_constancy(column // 8 * 8 < rank, [8]) & (column < R)
+        b_tile = tl.load(ptrs, mask=col_live & lane[None, :], other=0.0)
+        if CUT:
+            b_tile = tl.where((column < rank)[None, :], b_tile, 0.0).to(b_ptrs.dtype.element_ty)
+        low = tl.load(
+            h_ptrs + (at * (C * RP))[None, :], mask=row_live & (rank != 0)[None, :], other=0.0, cache_modifier=".cg"
+        )
+    return b_tile, low
+
+
+@triton.jit
 def _vector(vectors, slots, cols, live, WHICH: tl.constexpr, V_SLOT: tl.constexpr, N: tl.constexpr):
     """Factor (WHICH 0) or shift (1) of a slot in each of ``slots`` (1 + its number), where they broadcast with cols.
 
@@ -253,6 +285,7 @@ def dense_sums(
     RP: tl.constexpr,
     ACTIVE: tl.constexpr,
     ACTIVE_P: tl.constexpr,
+    GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     BM: tl.constexpr,
@@ -278,9 +311,9 @@ def dense_sums(
     ragged = tl.load(active + 1)
     order = tl.arange(0, ACTIVE_P)
     words = tl.load(active + 2 + order, mask=order < ACTIVE, other=0)
-    k_low = tl.arange(0, RP)
-    b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k_low[None, :]  # [BN, RP]
-    h_ptrs = h + rows.to(tl.int64)[:, None] * (ACTIVE * C * RP) + (part * RP + k_low)[None, :]  # [BM, RP]
+    k_low = tl.arange(0, GROUP * RP) % RP
+    b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k_low[None, :]  # [BN, GROUP * RP]
+    h_ptrs = h + rows.to(tl.int64)[:, None] * (ACTIVE * C * RP) + (part * RP + k_low)[None, :]  # [BM, GROUP * RP]
     if PDL:
         # B lies in L2 by the time W is through.
         starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
@@ -310,16 +343,18 @@ def dense_sums(
             acc = _to_product(acc, None, vectors, row_words, cols[:, None], live, V_SLOT, N)
     if PDL:
         gdc_wait()
-    # .cg: another multiprocessor has just written h.
+    steps = (n_active + GROUP - 1) // GROUP
     if ragged == 0:
-        for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
-            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k_low, R, False)
-            low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
+        for i in tl.range(split, steps, SPLIT, num_stages=STAGES):
+            b_tile, low = _low_step(
+                b_ptrs, h_ptrs, b_slot, words, i, col_live, row_live[:, None], C, R, RP, ACTIVE_P, GROUP, False
+            )
             acc = _dot(b_tile, low.T, acc)
     else:
-        for i in tl.range(split, n_active, SPLIT, num_stages=STAGES):
-            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k_low, R, True)
-            low = tl.load(h_ptrs + i * (C * RP), mask=row_live[:, None], other=0.0, cache_modifier=".cg")
+        for i in tl.range(split, steps, SPLIT, num_stages=STAGES):
+            b_tile, low = _low_step(
+                b_ptrs, h_ptrs, b_slot, words, i, col_live, row_live[:, None], C, R, RP, ACTIVE_P, GROUP, True
+            )
             acc = _dot(b_tile, low.T, acc)
     return acc
 
@@ -353,6 +388,7 @@ def dense_linear_kernel(
     RP: tl.constexpr,
     ACTIVE: tl.constexpr,
     ACTIVE_P: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -377,7 +413,7 @@ def dense_linear_kernel(
     row_live = rows < m
     acc = dense_sums(
         x, w, b, h, active, vectors, marks, m, stride_x, stride_w, b_slot, b_row, cols, end, part, split,
-        K, O4, C, R, RP, ACTIVE, ACTIVE_P, SPLIT, STAGES, BM, BN, BK, PDL, V_SLOT,
+        K, O4, C, R, RP, ACTIVE, ACTIVE_P, GROUP, SPLIT, STAGES, BM, BN, BK, PDL, V_SLOT,
     )  # fmt: skip
     if SPLIT > 1:
         spot = lane[:, None] * BM + rows[None, :]
@@ -418,6 +454,7 @@ def dense_expand_kernel(
     RP: tl.constexpr,
     ACTIVE: tl.constexpr,
     ACTIVE_P: tl.constexpr,
+    GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -433,13 +470,13 @@ def dense_expand_kernel(
     col_live = (cols < end)[:, None]
     rows = tl.arange(0, BM)
     row_live = (rows < m)[:, None]
-    k = tl.arange(0, RP)
+    k = tl.arange(0, GROUP * RP) % RP
     n_active = tl.load(active)
     ragged = tl.load(active + 1)
     order = tl.arange(0, ACTIVE_P)
     words = tl.load(active + 2 + order, mask=order < ACTIVE, other=0)
-    b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k[None, :]  # [BN, RP]
-    h_ptrs = h + rows.to(tl.int64)[:, None] * (ACTIVE * C * RP) + (part * RP + k)[None, :]  # [BM, RP]
+    b_ptrs = b + cols.to(tl.int64)[:, None] * b_row + k[None, :]  # [BN, GROUP * RP]
+    h_ptrs = h + rows.to(tl.int64)[:, None] * (ACTIVE * C * RP) + (part * RP + k)[None, :]  # [BM, GROUP * RP]
     if PDL:
         # The weights do not depend on the launch before: fetch them while it finishes.
         starts = b + tl.minimum(cols, end - 1).to(tl.int64)[:, None] * b_row
@@ -456,15 +493,18 @@ def dense_expand_kernel(
     live = row_live & (cols < end)[None, :]
     before = tl.load(y_ptrs, mask=live, other=0.0, cache_modifier=".cg")
     acc = tl.zeros((BM, BN), tl.float32)
+    steps = (n_active + GROUP - 1) // GROUP
     if ragged == 0:
-        for i in tl.range(0, n_active, num_stages=STAGES):
-            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k, R, False)
-            low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
+        for i in tl.range(0, steps, num_stages=STAGES):
+            b_tile, low = _low_step(
+                b_ptrs, h_ptrs, b_slot, words, i, col_live, row_live, C, R, RP, ACTIVE_P, GROUP, False
+            )
             acc = _dot(low, b_tile.T, acc)
     else:
-        for i in range(n_active):
-            b_tile = _load_b(b_ptrs, b_slot, _pick(words, i, ACTIVE_P), col_live, k, R, True)
-            low = tl.load(h_ptrs + i * (C * RP), mask=row_live, other=0.0, cache_modifier=".cg")
+        for i in range(steps):
+            b_tile, low = _low_step(
+                b_ptrs, h_ptrs, b_slot, words, i, col_live, row_live, C, R, RP, ACTIVE_P, GROUP, True
+            )
             acc = _dot(low, b_tile.T, acc)
     if vectors is not None:
         row_words = tl.load(marks + rows, mask=rows < m, other=0)[:, None]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 
 from vlora_sgl.kernels.atmm import activation, kernel, rotated
-from vlora_sgl.kernels.atmm.row_routing import Routing, Vectors
+from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_SLOTS, Routing, Vectors
 from vlora_sgl.kernels.devices import ARRIVALS, arrivals, early, is_hopper, shared_memory
 from vlora_sgl.kernels.tiling import Tile, TilingTable, pack, table_for
 
@@ -234,10 +234,11 @@ def _dense_rows(routing: Routing) -> int:
 
 def _dense_options(tile: Tile, x: torch.Tensor, rank: int, routing: Routing) -> dict[str, int | bool]:
     """Constants that what follows a dense shrink is compiled with, whatever it is."""
-    rp, block_m, pdl = rank_pad(rank), _dense_rows(routing), is_hopper(x.device)
+    rp, block_m, pdl, active = rank_pad(rank), _dense_rows(routing), is_hopper(x.device), routing.active_most
+    group = max(1, 64 // rp) if active > DENSE_MAX_SLOTS else 1
     return {
-        "R": rank, "RP": rp, "ACTIVE": routing.active_most, "ACTIVE_P": triton.next_power_of_2(routing.active_most),
-        "STAGES": _stages(tile, block_m, rp, 1, x), "BM": block_m, "BN": tile.block_n, "PDL": pdl,
+        "R": rank, "RP": rp, "ACTIVE": active, "ACTIVE_P": triton.next_power_of_2(active), "GROUP": group,
+        "STAGES": _stages(tile, block_m, group * rp, 1, x), "BM": block_m, "BN": tile.block_n, "PDL": pdl,
         "num_warps": tile.warps, **early(pdl),
     }  # fmt: skip
 

@@ -77,6 +77,7 @@ def dense_rotated_kernel(
     RP: tl.constexpr,
     ACTIVE: tl.constexpr,
     ACTIVE_P: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -98,7 +99,7 @@ def dense_rotated_kernel(
     N: tl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * HALF
     acc = dense_sums(
         x, w, b, h, active, None, None, m, stride_x, stride_w, b_slot, b_row, cols, N, part, split,
-        K, N, 3, R, RP, ACTIVE, ACTIVE_P, SPLIT, STAGES, BM, BN, BK, PDL, 0,
+        K, N, 3, R, RP, ACTIVE, ACTIVE_P, GROUP, SPLIT, STAGES, BM, BN, BK, PDL, 0,
     )  # fmt: skip
     rows = tl.arange(0, BM)
     row_live = rows < m

@@ -16,6 +16,8 @@ import torch
 DENSE_MAX_ROWS = 64
 DENSE_MAX_SLOTS = 16
 """Up to here the dense kernels run (see kernel.py); more rows, or slots in use, go to the grouped ones."""
+DENSE_MAX_LOW, LOW_RANK = 32, 32
+"""In a pool of at most that rank they take so many slots: of several at once, in steps as wide as one of rank 64."""
 TILE_ROWS = (16, 64)
 """Rows per tile of the grouped kernels: few for groups of a few rows, many for the rest."""
 
@@ -79,6 +81,7 @@ class Routing:
         marks: [M] int32, which slots' vectors each row applies and takes out (``mark``); ``None`` where none can.
         share: rows of the output for each row of the input: a token's choices of experts.
         tuples: the slots that each row applies, where layers gather rows anew.
+        most_dense: slots in use up to which the dense kernels run in this pool (``dense_slots``).
         folds: how often a tile with few rows may be halved, for which its kernels are compiled (grouped kernels).
         more: what the same rows apply besides, one after the other: of each the grouped kernels' tables.
     """
@@ -100,13 +103,14 @@ class Routing:
     marks: torch.Tensor | None = None
     share: int = 1
     tuples: RowTuples | None = None
+    most_dense: int = DENSE_MAX_SLOTS
     folds: int = 0
     more: tuple[Routing, ...] = ()
 
     @property
     def active_most(self) -> int:
         """Slots in use that the dense kernels have room for, however many the pool has."""
-        return min(self.slots, DENSE_MAX_SLOTS)
+        return min(self.slots, self.most_dense)
 
     @property
     def has_adapters(self) -> bool:
@@ -124,9 +128,15 @@ def groups_of(runs: Iterable[Run]) -> tuple[list[Group], int]:
     return [(np.concatenate(rows), pairs) for pairs, rows in parts.items()], at
 
 
-def is_dense(rows: int, active: int) -> bool:
-    """Which kernels serve a batch: every slot in use applied to all rows, or rows gathered by slot."""
-    return rows <= DENSE_MAX_ROWS and active <= DENSE_MAX_SLOTS
+def dense_slots(rank: int) -> int:
+    """Slots in use up to which the dense kernels run in a pool whose largest slots are of this rank."""
+    return DENSE_MAX_LOW if rank <= LOW_RANK else DENSE_MAX_SLOTS
+
+
+def is_dense(rows: int, active: int, most: int = DENSE_MAX_SLOTS) -> bool:
+    """Which kernels serve a batch: every slot in use, ``most`` of them, applied to all rows, or rows gathered by
+    slot."""
+    return rows <= DENSE_MAX_ROWS and active <= most
 
 
 def active_slots(groups: Iterable[tuple[object, Pairs]]) -> set[int]:
@@ -256,6 +266,7 @@ def make_routing(
     dense: bool | None = None,
     vectored: Collection[int] = (),
     tuples: bool = False,
+    most_dense: int = DENSE_MAX_SLOTS,
 ) -> Routing:
     """Routing of one batch in fresh tensors.
 
@@ -270,6 +281,7 @@ def make_routing(
         dense: build the dense tables, or the grouped ones; by default what the rows and the slots in use ask for.
         vectored: slots whose adapters have vectors.
         tuples: whether layers gather rows anew on the device.
+        most_dense: slots in use up to which the dense kernels run in this pool.
 
     Raises:
         ValueError: as ``check_groups``.
@@ -282,8 +294,8 @@ def make_routing(
         host = torch.from_numpy(array)
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
-    routing = Routing(rows, len(ranks), list(groups), tuple(ranks), places, tuple(scalings))
-    if is_dense(rows, len(active_slots(groups))) if dense is None else dense:
+    routing = Routing(rows, len(ranks), list(groups), tuple(ranks), places, tuple(scalings), most_dense=most_dense)
+    if is_dense(rows, len(active_slots(groups)), most_dense) if dense is None else dense:
         gates, active = dense_tables(groups, rows, ranks, scalings, places)
         routing.gates, routing.active = put(gates), put(active)
     else:
