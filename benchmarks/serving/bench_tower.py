@@ -78,6 +78,10 @@ def encoded(scheduler: Any, case: str, eager: bool, side: int, repeats: int) -> 
             graphs.limit = limit
     if graphs is not None and made != (0 if eager else repeats * IMAGES):
         raise RuntimeError(f"{made} replays of {repeats} x {IMAGES} images, eager: {eager}")
+    if not torch.isfinite(plain).all():
+        if graphs is not None:
+            graphs.limit = 0
+        raise RuntimeError(f"images without adapters are not finite from {first_not_finite(model, items)} on")
     off = float((answer - plain).abs().max() / plain.abs().max())
     if not (0 < off < float("inf") if items[0].vlora_adapter is not None else off < 0.02):
         raise RuntimeError(f"adapters {adapters} change the answer by {off} of its largest number")
@@ -119,6 +123,27 @@ def image(adapter: str | None, seed: int, side: int, encoder: Any) -> Any:
     )
     item.vlora_adapter = adapter
     return item
+
+
+def first_not_finite(model: Any, items: Sequence[Any]) -> str:
+    """The module of the encoder that is the first to put out what is not finite, without graphs."""
+    import torch
+
+    found: list[str] = []
+
+    def look(name: str) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            tensors = [one for one in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(one)]
+            if any(one.is_floating_point() and not torch.isfinite(one).all() for one in tensors):
+                found.append(name)
+
+        return hook
+
+    hooks = [module.register_forward_hook(look(name)) for name, module in model.visual.named_modules()]
+    model.get_image_feature(items)
+    for hook in hooks:
+        hook.remove()
+    return found[0] if found else "its graphs"
 
 
 def capture(model: Any, graphs: Any, items: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,20 +77,31 @@ def test_a_part_that_is_killed_loses_nothing_that_had_not_begun(fleet: RayFleet,
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_load_starts_replicas_and_ends_them_without_a_lost_request() -> None:
+    """And an adapter leaves a home at most once while replicas come, and once for each replica that goes."""
     ends: list[Any] = []
-    stop = threading.Event()
+    stop, watched = threading.Event(), threading.Event()
+    left = {"up": Counter[str](), "down": Counter[str]()}
+    way = ["up"]
 
     def ask(fleet: RayFleet, number: int) -> None:
         while not stop.is_set():
             counts = asyncio.run(streams(fleet.url, [ADAPTERS[number % 8]], 1, 0.0, 10, 0.1))
             ends.extend(counts.elements())
 
+    def watch(fleet: RayFleet) -> None:
+        before: dict[str, list[int]] = {}
+        while not watched.wait(0.2):
+            homes = fleet.state()["homes"]
+            left[way[0]].update(name for name in homes if not {*before.get(name, ())} <= {*homes[name]})
+            before = homes
+
     with ray_cluster(free_port(), cpus=3) as fleet:
         flags = ["--replicas", "1", "--max-replicas", "3", "--target-load", "8", *ON_DEMAND]
         fleet.deploy(flags, up_s=1.0, down_s=3.0)
         fleet.wait(1)
         threads = [threading.Thread(target=ask, args=(fleet, n)) for n in range(20)]
-        for thread in threads:
+        watcher = threading.Thread(target=watch, args=(fleet,))
+        for thread in (*threads, watcher):
             thread.start()
         fleet.wait(3)
         time.sleep(5)
@@ -97,12 +109,17 @@ def test_load_starts_replicas_and_ends_them_without_a_lost_request() -> None:
         for thread in threads:
             thread.join()
         stop.clear()
+        way[0] = "down"
         last = threading.Thread(target=ask, args=(fleet, 0))
         last.start()
         fleet.wait(1)
         stop.set()
         last.join()
+        watched.set()
+        watcher.join()
     assert set(ends) == {"whole"}, ends
+    print({name: dict(counts) for name, counts in left.items()})
+    assert max(left["up"].values(), default=0) <= 1 and max(left["down"].values(), default=0) <= 2, left
 
 
 def test_a_cluster_of_one_host_does_not_import_ray() -> None:
