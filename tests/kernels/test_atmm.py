@@ -250,7 +250,13 @@ def test_steps_of_several_slots_load_wide_on_a_hopper(rank: int) -> None:
     """Not number by number, which the compiler does where it does not see that neighbours have one slot."""
     kernel: Any = dense_linear_kernel
     group = 64 // launch.rank_pad(rank)
-    constants: dict[str, Any] = {"K": 256, **dict.fromkeys(launch.BOUNDS, 512), "C": 1, "R": rank, "RP": launch.rank_pad(rank)}
+    constants: dict[str, Any] = {
+        "K": 256,
+        **dict.fromkeys(launch.BOUNDS, 512),
+        "C": 1,
+        "R": rank,
+        "RP": launch.rank_pad(rank),
+    }
     constants |= {"ACTIVE": 32, "ACTIVE_P": 32, "GROUP": group, "HAS_BIAS": False, "SPLIT": 1, "STAGES": 3, "BM": 32}
     constants |= {"BN": 64, "BK": 64, "PDL": True, "V_SLOT": 0, "vectors": None, "marks": None}
     words, floats = ("active", "counters"), ("partials",)

@@ -106,6 +106,21 @@ def test_what_can_be_folded_into_is_said(name: str) -> None:
         assert found.weight.data_ptr() == base.weight.data_ptr()
 
 
+@pytest.mark.parametrize("shape", [(1, WIDTH), (WIDTH, 1), (WIDTH,)])
+def test_what_sglang_lays_out_for_its_kernels_on_a_gpu_is_folded_in_place(shape: tuple[int, ...]) -> None:
+    """A scale for each output, of a weight that is kept as the transposed view: a fold writes to both."""
+    method = type("Fp8LinearMethod", (), {"__module__": _sgl.NAMES["Fp8LinearMethod"].partition(":")[0]})()
+    made = quantise(torch.randn(WIDTH, HIDDEN), (1, HIDDEN), E4M3)
+    layer = SimpleNamespace(quant_method=method, weight=made.weight.T, weight_scale=made.scale.view(shape))
+    found = foldable(layer)
+    assert isinstance(found, Scaled) and torch.equal(found.wide(), made.wide())
+    found.scale.mul_(2)
+    assert torch.equal(layer.weight_scale.view(-1, 1), made.scale)
+    assert found.weight.data_ptr() == layer.weight.data_ptr()
+    layer.weight_scale = torch.ones(1)
+    assert "expected float32" in str(foldable(layer))
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "gguf", "bitsandbytes", "modelopt_fp4", "quark", "moe_wna16"])
 def test_other_formats_are_refused_by_name_on_a_cpu(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"--quantization={name}.*fp8, w8a8_fp8"):

@@ -54,8 +54,9 @@ def foldable(layer: Any) -> Scaled | str:
     weight, scale = layer.weight.data, getattr(layer, "weight_scale_inv", None)
     scale = (layer.weight_scale if scale is None else scale).data
     block = getattr(holder, "weight_block_size", None)
-    if block is None:  # SGLang hands its kernels the transposed view
+    if block is None:  # SGLang hands its kernels the transposed view, of the scales too where it quantises as it loads
         weight, block = weight.T, (1, weight.shape[0])
+        scale = scale.view(-1, 1) if scale.is_contiguous() and scale.numel() == len(weight) else scale
     return _checked(Scaled(weight, scale, (int(block[0]), int(block[1]))))
 
 
