@@ -128,6 +128,28 @@ def test_a_refusal_names_the_field(name: str) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
 
 
+@pytest.mark.parametrize(
+    ("known", "labels", "refused"),
+    [
+        (None, {"x": "red"}, False),  # nothing is measured
+        (frozenset(), {"x": "red"}, True),
+        (frozenset(), {}, False),
+        (frozenset({"team", "tier"}), {"team": "a"}, False),
+        (frozenset({"team", "tier"}), {"team": "a", "x": "red"}, True),
+        (frozenset({"team"}), {"team": 1}, True),
+    ],
+)
+def test_labels_are_those_of_the_metrics(known: Any, labels: dict[str, Any], refused: bool) -> None:
+    """Prometheus raises for any other, while the answer is put together."""
+    gate = RequestGate(Limits(vocabulary=1000, context=64, text_chars=4096, labels=known))
+    request = _sgl.GenerateReqInput(text="x", custom_labels=labels)
+    if not refused:
+        gate.check(request)
+        return
+    with pytest.raises(RequestError, match=r"custom_labels must be .*--tokenizer-metrics-allowed-custom-labels"):
+        gate.check(request)
+
+
 @pytest.mark.parametrize("kind", ["GenerateReqInput", "EmbeddingReqInput"])
 def test_every_field_of_sglangs_requests_is_known(kind: str) -> None:
     fields = {field.name for field in dataclasses.fields(getattr(_sgl, kind))}

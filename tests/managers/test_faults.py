@@ -142,10 +142,39 @@ def test_a_step_whose_answers_cannot_be_put_together_ends_them_and_not_the_serve
     manager: Any = VLoraTokenizerManager.__new__(VLoraTokenizerManager)
 
     async def raising(self: Any, recv_obj: Any) -> None:
+        done = self.rid_to_state.pop("done")
+        done.out_list.append("its answer")
+        done.event.set()
+        self.rid_to_state.pop("forgotten")  # as SGLang does before it counts and hands on the last answer
         raise TypeError("what nobody thought of")
 
+    def state() -> Any:
+        return SimpleNamespace(out_list=[], event=asyncio.Event())
+
+    states = {rid: state() for rid in ("done", "forgotten", "runs")}
+    manager.rid_to_state = dict(states)
     monkeypatch.setattr(VLoraTokenizerManager.__mro__[1], "_handle_batch_output", raising)
-    monkeypatch.setattr(manager, "_handle_abort_req", ended.append, raising=False)
-    asyncio.run(manager._handle_batch_output(SimpleNamespace(rids=["a", "b"])))
-    assert [req.rid for req in ended] == ["a", "b"]
+    known: list[bool] = []
+
+    def end(req: Any) -> None:
+        ended.append(req)
+        known.append(manager.rid_to_state.get(req.rid) is states[req.rid])
+
+    monkeypatch.setattr(manager, "_handle_abort_req", end, raising=False)
+    asyncio.run(manager._handle_batch_output(SimpleNamespace(rids=[*states])))
+    assert [req.rid for req in ended] == [*states] and known == [False, True, True]
     assert all(req.finished_reason["status_code"] == 500 for req in ended)
+
+
+def test_what_cannot_be_counted_ends_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager: Any = VLoraTokenizerManager.__new__(VLoraTokenizerManager)
+
+    def raising(*_: Any) -> None:
+        raise ValueError("Incorrect label names")
+
+    monkeypatch.setattr(VLoraTokenizerManager.__mro__[1], "collect_metrics", raising)
+    for _ in range(3):
+        manager.collect_metrics(SimpleNamespace(finished=True), SimpleNamespace(rids=["a"]), 0)
+    assert caplog.text.count("ValueError while request a was counted") == 1

@@ -79,6 +79,7 @@ class Limits:
         n: answers to one prompt.
         top_logprobs: alternatives per token.
         images: images, videos and sounds of one prompt, each kind by itself.
+        labels: names that ``custom_labels`` may have: those of the metrics; ``None`` where nothing is measured.
     """
 
     vocabulary: int
@@ -87,6 +88,7 @@ class Limits:
     n: int = 128
     top_logprobs: int = 128
     images: int = 64
+    labels: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _fields(limits: Limits) -> dict[str, _Field]:
         "max_thinking_tokens": _Field(integer(0, INT32)),
         "priority": _Field(integer(-INT32, INT32)),
         "extra_key": _Field(string(1 << 16), batched=True),
-        "custom_labels": _Field(table_of(NAME, 64)),
+        "custom_labels": _Field(_labels(limits.labels)),
         "external_trace_header": _Field(table_of(string(1 << 13), 64)),
         "received_time": _Field(number(0, 1e18)),
         **dict.fromkeys(
@@ -160,6 +162,18 @@ def _fields(limits: Limits) -> dict[str, _Field]:
         **dict.fromkeys(BOOLEANS, _Field(BOOLEAN)),
         **dict.fromkeys(INTERNAL, _Field(NOTHING)),
     }
+
+
+def _labels(known: frozenset[str] | None) -> Check:
+    """The check of ``custom_labels``: the metrics raise for one that they do not have, in the middle of a step."""
+    values = table_of(NAME, 64)
+    if known is None:
+        return values
+    names = ", ".join(sorted(known)) or "none"
+    return Check(
+        f"{values.expects}, with names of --tokenizer-metrics-allowed-custom-labels ({names})",
+        lambda value: values.fits(value) and known.issuperset(value),  # type: ignore[arg-type]
+    )
 
 
 def _sampling(limits: Limits) -> dict[str, Check]:

@@ -63,12 +63,15 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         meters: what was answered, by adapter.
     """
 
+    _uncounted = 0
+
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.meters = Meters()
         self.shutdown = Shutdown(self, VLoraArgs.from_environment().drain_seconds)
         super().__init__(*args, **kwargs)
         seams.own("TokenizerManager.rid_to_state", self, LingeringStates())
         limits, context = VLoraArgs.from_environment(), self.context_len
+        labels = frozenset(self.server_args.tokenizer_metrics_allowed_custom_labels or ())
         self.gate = RequestGate(
             Limits(
                 vocabulary=self.model_config.vocab_size,
@@ -77,6 +80,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
                 n=limits.max_answers,
                 top_logprobs=limits.max_top_logprobs,
                 images=limits.max_images,
+                labels=labels if self.enable_metrics else None,
             )
         )
         self.markers = Markers(self.mm_processor, self.tokenizer)
@@ -234,17 +238,31 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         """SGLang's, which ends the process if it raises: here the answers of that step end, with status 500."""
+        states = {rid: self.rid_to_state.get(rid) for rid in recv_obj.rids}
         try:
             await super()._handle_batch_output(recv_obj)
         except Exception as error:
             message = f"{type(error).__name__} while the answer was put together: {error}"
             logger.error("requests %s end: %s", ", ".join(recv_obj.rids), message, exc_info=error)
             reason = _sgl.FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError").to_json()
-            for rid in recv_obj.rids:
+            for rid, state in states.items():
+                if state is not None and not (state.out_list or state.event.is_set()):
+                    self.rid_to_state[rid] = state  # it was forgotten before its last answer was handed on
                 self._handle_abort_req(_sgl.AbortReq(rid=rid, finished_reason=reason))
 
     def collect_metrics(self, state: Any, recv_obj: Any, i: int) -> None:
-        """SGLang's, with ``--enable-metrics`` only; a request that has ended counts for its adapter, too."""
+        """SGLang's, with ``--enable-metrics`` only; a request that has ended counts for its adapter, too.
+
+        What cannot be counted is named once, and ends no answer.
+        """
+        try:
+            self._count(state, recv_obj, i)
+        except Exception as error:
+            if not self._uncounted:
+                logger.error("%s while request %s was counted", type(error).__name__, recv_obj.rids[i], exc_info=error)
+            self._uncounted += 1
+
+    def _count(self, state: Any, recv_obj: Any, i: int) -> None:
         super().collect_metrics(state, recv_obj, i)
         if state.finished:
             times, reason = state.time_stats, recv_obj.finished_reasons[i] or {}
