@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,19 @@ def test_a_refusal_names_the_field(name: str) -> None:
     with pytest.raises(RequestError, match=named) as caught:
         ask(**fields)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize("video", ["file.mp4", b"x", {"url": "u"}, ["a", "b"], SimpleNamespace(url="u")])
+def test_videos_that_cannot_be_decoded_are_refused(video: Any) -> None:
+    for videos in (True, False):
+        gate = RequestGate(Limits(vocabulary=1000, context=64, text_chars=4096, videos=videos))
+        request = _sgl.GenerateReqInput(text="x", video_data=video)
+        if videos:
+            gate.check(request)
+            continue
+        with pytest.raises(RequestError, match="video_data must be frames or features: videos cannot be decoded"):
+            gate.check(request)
+        gate.check(_sgl.GenerateReqInput(text="x", video_data={"feature": object()}))
 
 
 @pytest.mark.parametrize(

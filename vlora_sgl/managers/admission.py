@@ -79,6 +79,7 @@ class Limits:
         n: answers to one prompt.
         top_logprobs: alternatives per token.
         images: images, videos and sounds of one prompt, each kind by itself.
+        videos: whether videos can be decoded here.
         labels: names that ``custom_labels`` may have: those of the metrics; ``None`` where nothing is measured.
     """
 
@@ -88,6 +89,7 @@ class Limits:
     n: int = 128
     top_logprobs: int = 128
     images: int = 64
+    videos: bool = True
     labels: frozenset[str] | None = None
 
 
@@ -108,6 +110,18 @@ class _Field:
     alone: Check | None = None
 
 
+def _is_encoded(value: object) -> bool:
+    """Whether a video would have to be decoded: a file, an address or bytes, as such or in an object."""
+    inner = value.get("url", value.get("data")) if isinstance(value, dict) else getattr(value, "url", value)
+    return isinstance(inner, str | bytes)
+
+
+_DECODED = Check(
+    "frames or features: videos cannot be decoded here, which torchcodec or decord would do",
+    lambda value: not isinstance(value, bool | int | float | list) and not _is_encoded(value),
+)
+
+
 def _fields(limits: Limits) -> dict[str, _Field]:
     """The table for both of SGLang's request classes."""
     text = _Field(NAME)
@@ -115,7 +129,7 @@ def _fields(limits: Limits) -> dict[str, _Field]:
         "an image (or video, or sound) or a list of them",
         lambda value: isinstance(value, str | bytes | dict) or not isinstance(value, bool | int | float | list),
     )
-    media_list = list_of(media, limits.images)
+    media_list, frames = list_of(media, limits.images), list_of(_DECODED, limits.images)
     ids = token_ids(limits.vocabulary, limits.context)
     rows = list_of(number(-3e38, 3e38), 1 << 16, 1)
     return {
@@ -128,6 +142,11 @@ def _fields(limits: Limits) -> dict[str, _Field]:
             MEDIA,
             # SGLang takes a prompt that gets several answers for a batch of one.
             _Field(media | media_list, batched=True, alone=list_of(media_list, 1, 1)),
+        ),
+        **(
+            {}
+            if limits.videos
+            else {"video_data": _Field(_DECODED | frames, batched=True, alone=list_of(frames, 1, 1))}
         ),
         "mm_hashes": _Field(ANYTHING),  # taken out: clients do not say what an image is
         "sampling_params": _Field(ANYTHING),  # has a table of its own

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from http import HTTPStatus
+from importlib.util import find_spec
 from itertools import cycle
 from typing import Any
 
@@ -51,6 +52,10 @@ ABORT_AFTER_S = 2.0
 """After the end of a stream, as in SGLang."""
 
 
+VIDEO_DECODERS = ("torchcodec", "decord")
+"""What SGLang decodes videos with."""
+
+
 class VLoraTokenizerManager(_sgl.TokenizerManager):
     """SGLang's tokenizer manager, which resolves adapter names and reads requests before they enter the engine.
 
@@ -80,6 +85,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
                 n=limits.max_answers,
                 top_logprobs=limits.max_top_logprobs,
                 images=limits.max_images,
+                videos=any(map(find_spec, VIDEO_DECODERS)),
                 labels=labels if self.enable_metrics else None,
             )
         )
