@@ -22,7 +22,16 @@ KNOWN = {f"a{n}": f"/a{n}" for n in range(8)}
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fleet's clock runs five times as fast."""
     for module in (directory, directory_link, front, member):
-        for name in ("BEAT_S", "SYNC_S", "SILENT_S", "SETTLE_S", "SETTLE_AGAIN_S", "SETTLE_MORE_S", "AGAIN_S"):
+        for name in (
+            "BEAT_S",
+            "SYNC_S",
+            "SILENT_S",
+            "SUSPECT_S",
+            "SETTLE_S",
+            "SETTLE_AGAIN_S",
+            "SETTLE_MORE_S",
+            "AGAIN_S",
+        ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(module, name) / 5)
 
@@ -116,6 +125,19 @@ def test_a_killed_replica_leaves_its_number_to_the_next_and_no_request_is_lost()
         for name, homes in before.items():
             assert (await made.ask(1, name))[0] == 200
             assert name in made.fakes[(new, second)[homes[0]]].adapters
+
+    play(story, known=KNOWN)
+
+
+def test_a_replica_that_comes_before_the_last_one_is_given_up_has_its_number_too() -> None:
+    async def story(made: Fleet) -> None:
+        first, second = made.fakes
+        await made.kill_replica(first)
+        await asyncio.sleep(1.5 * directory.SUSPECT_S)
+        assert len(made.directory.replicas) == 2, "it is silent, and not yet forgotten"
+        new = await made.start_replica()
+        await until(lambda: all(len(front.serving) == 2 for front in made.fronts) and new._number is not None)
+        assert (new._number, second._number) == (0, 1)
 
     play(story, known=KNOWN)
 

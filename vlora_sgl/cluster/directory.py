@@ -30,6 +30,8 @@ from vlora_sgl.errors import ClusterError
 
 SILENT_S = 5.0
 """Who has not been heard of for so long is gone."""
+SUSPECT_S = 1.5
+"""While a replica has not been heard of for so long, a new one waits: it may be to have its number and homes."""
 SETTLE_S, SETTLE_AGAIN_S, SETTLE_MORE_S = 2.0, 10.0, 0.5
 """How long a new directory waits for a front that knows more before it lets replicas join: if the fleet is new, if a
 replica had a number before, and once a front has told what it knows (another may know more)."""
@@ -108,11 +110,19 @@ class Directory(Router):
             self._settles += SETTLE_AGAIN_S - SETTLE_S if not self._restored else 0.0
         if time.monotonic() < self._settles:
             return {"number": told["number"], "serving": False, "load": 0}
+        if told["number"] is None and self._awaits(told["key"]):
+            return {"number": None, "serving": False, "load": 0}
         replica = self._known(told)
         replica.heard = time.monotonic()
         if not replica.serving and replica.joining is None:
             replica.joining = asyncio.create_task(self._let_in(replica))
         return {"number": replica.number, "serving": replica.serving, "load": replica.load}
+
+    def _awaits(self, key: str) -> bool:
+        """Whether a new replica comes while one that it may be in the place of is silent, and not yet given up."""
+        now = time.monotonic()
+        known = any(replica.key == key for replica in self.replicas)
+        return not known and any(now - replica.heard > SUSPECT_S for replica in self.replicas)
 
     def _known(self, told: JsonDict) -> Known:
         """The replica of a key; a new one has the number it asks for, or the smallest that is free."""
