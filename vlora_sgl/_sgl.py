@@ -53,6 +53,7 @@ NAMES: dict[str, str] = {
     "MultimodalProcessorOutput": "sglang.srt.managers.schedule_batch:MultimodalProcessorOutput",
     "expand2square": "sglang.srt.multimodal.mm_utils:expand2square",
     "load_image": "sglang.srt.utils.common:load_image",
+    "VIDEO_DECODER": "sglang.srt.utils.video_decoder:_BACKEND",
     "get_image_bytes": "sglang.srt.utils.common:get_image_bytes",
     "get_mm_http_session": "sglang.srt.utils.common:get_mm_http_session",
     "TokenizersBackend": "transformers.tokenization_utils_tokenizers:TokenizersBackend",

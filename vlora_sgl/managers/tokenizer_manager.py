@@ -52,10 +52,6 @@ ABORT_AFTER_S = 2.0
 """After the end of a stream, as in SGLang."""
 
 
-VIDEO_DECODERS = ("torchcodec", "decord")
-"""What SGLang decodes videos with."""
-
-
 class VLoraTokenizerManager(_sgl.TokenizerManager):
     """SGLang's tokenizer manager, which resolves adapter names and reads requests before they enter the engine.
 
@@ -85,7 +81,7 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
                 n=limits.max_answers,
                 top_logprobs=limits.max_top_logprobs,
                 images=limits.max_images,
-                videos=any(map(find_spec, VIDEO_DECODERS)),
+                videos=_sgl.VIDEO_DECODER != "decord" or find_spec("decord") is not None,  # its last resort
                 labels=labels if self.enable_metrics else None,
             )
         )
