@@ -79,9 +79,14 @@ class RayFleet:
             os.kill(self.processes(part)[-1].pid, signal.SIGKILL)
 
     def order(self, verb: str, **fields: Any) -> None:
-        """An operator's order, which must be carried out."""
-        headers = {"Authorization": f"Bearer {ADMIN}"}
-        requests.post(f"{self.url}/{verb}_lora_adapter", json=fields, headers=headers, timeout=60).raise_for_status()
+        """An operator's order, which must be carried out: sent again while the directory is being started again."""
+        headers, end = {"Authorization": f"Bearer {ADMIN}"}, time.monotonic() + 30
+        while True:
+            answer = requests.post(f"{self.url}/{verb}_lora_adapter", json=fields, headers=headers, timeout=60)
+            if answer.status_code != 503 or time.monotonic() > end:
+                answer.raise_for_status()
+                return
+            time.sleep(0.5)
 
 
 @contextlib.contextmanager
