@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from tests.support.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from vlora_sgl.kernels import tiling
 from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, launch, make_routing, tiles_of
-from vlora_sgl.kernels.atmm.kernel import dense_linear_kernel
+from vlora_sgl.kernels.atmm.dense import dense_linear_kernel
 from vlora_sgl.kernels.atmm.row_routing import dense_slots
 from vlora_sgl.kernels.tiling import OPS, Tile, TilingTable, default_tile, unpack
 

@@ -19,8 +19,8 @@ from vlora_sgl.lora.warmup import compile_prefills, wrapped_linears
 SLOTS, RANK, K = 4, 16, 64
 CAPTURED, MOST = 2048, 5000
 KERNELS = (
-    launch.kernel.grouped_shrink_kernel,
-    launch.kernel.grouped_expand_kernel,
+    launch.grouped.grouped_shrink_kernel,
+    launch.grouped.grouped_expand_kernel,
     launch.activation.grouped_silu_kernel,
 )
 PARTS = {"qkv_proj": (0, 64, 80, 96), "gate_up_proj": (0, 96, 192), "o_proj": (0, 64)}

@@ -2,7 +2,7 @@
 # mypy: disallow-untyped-defs=False, disable-error-code="assignment"
 """The expand of gate and up inside the activation behind them: `act = silu(gate + h B_gate^T) * (up + h B_up^T)`.
 
-The letters are those of ``kernel.py``. ``y`` [M, 2 I] is what the base GEMM left, gate's I columns before up's;
+The letters are those of ``pieces.py``. ``y`` [M, 2 I] is what the base GEMM left, gate's I columns before up's;
 ``act`` [M, I] is all that is written. The activation reads y anyhow, so the adapters cost no pass over it, and their
 part is never rounded on its own: sums, silu and product are float32.
 """
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from vlora_sgl.kernels.atmm.kernel import _dot, _load_b, _pick, _to_output, _to_product, folds
+from vlora_sgl.kernels.atmm.grouped import folds
+from vlora_sgl.kernels.atmm.pieces import _dot, _load_b, _pick, _to_output, _to_product
 
 
 @triton.jit

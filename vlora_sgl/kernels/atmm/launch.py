@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from vlora_sgl.kernels.atmm import activation, kernel, rotated
+from vlora_sgl.kernels.atmm import activation, dense, grouped, rotated
 from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_SLOTS, Routing, Vectors
 from vlora_sgl.kernels.devices import ARRIVALS, arrivals, early, is_hopper, shared_memory
 from vlora_sgl.kernels.tiling import Tile, TilingTable, pack, table_for
@@ -218,7 +218,7 @@ def _dense_shrink(
     low_tiles = active * -(-parts * rp // shrink.block_n)
     h = torch.empty((m, active * parts * rp), dtype=x.dtype, device=x.device)
     start(
-        kernel.dense_shrink_kernel, (low_tiles * shrink.split_k,),
+        dense.dense_shrink_kernel, (low_tiles * shrink.split_k,),
         x, a, h, routing.gates, routing.active, _partials(x, low_tiles, shrink, block_m), arrivals(x.device, "shrink"),
         m, x.stride(0), a.stride(0),
         K=x.shape[1], C=parts, RP=rp, SLOTS=slots, ACTIVE=active, SPLIT=shrink.split_k, BM=block_m, BN=shrink.block_n,
@@ -259,7 +259,7 @@ def _dense(
     held_bias, slots_of_vectors, marks = _of_vectors(vectors, routing)
     if weight is None:
         start(
-            kernel.dense_expand_kernel, (columns,),
+            dense.dense_expand_kernel, (columns,),
             y, b, h, routing.active, held_bias, slots_of_vectors, marks, m, y.stride(0), b.stride(0), b.stride(1),
             C=parts, num_stages=1, **common,
         )  # fmt: skip
@@ -267,7 +267,7 @@ def _dense(
     block_m = _dense_rows(routing)
     expand = fitting(expand, block_m, x.itemsize, shared_memory(x.device))
     start(
-        kernel.dense_linear_kernel, (columns * expand.split_k,),
+        dense.dense_linear_kernel, (columns * expand.split_k,),
         x, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
         arrivals(x.device, "linear"), slots_of_vectors, marks, m, x.stride(0), y.stride(0), weight.stride(0),
         b.stride(0), b.stride(1),
@@ -334,7 +334,7 @@ def _grouped_shrink(
     if tiles * h_tiles > ARRIVALS:
         tile = replace(tile, split_k=1)  # this many tiles fill the chip without splitting
     start(
-        kernel.grouped_shrink_kernel, (h_tiles * tile.split_k, tiles),
+        grouped.grouped_shrink_kernel, (h_tiles * tile.split_k, tiles),
         x, a, h, routing.tile_rows, routing.tile_slots, routing.tile_gates, routing.n_tiles,
         _partials(x, tiles * h_tiles, tile, block_m), arrivals(x.device, "shrink"),
         routing.rows, x.stride(0), a.stride(0), h.stride(0),
@@ -357,7 +357,7 @@ def _grouped(
     n_tiles, pdl = _column_tiles(offsets, expand.block_n), is_hopper(x.device)
     held_bias, slots_of_vectors, marks = _of_vectors(vectors, routing)
     start(
-        kernel.grouped_expand_kernel, (-(-n_tiles // expand.run), count),
+        grouped.grouped_expand_kernel, (-(-n_tiles // expand.run), count),
         y, held_bias if vectors is not None else x if bias is None else bias, b, h, routing.tile_rows,
         routing.tile_slots, routing.n_tiles, slots_of_vectors, marks, routing.rows, y.stride(0), b.stride(0),
         b.stride(1), h.stride(0),

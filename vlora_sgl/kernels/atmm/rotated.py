@@ -2,11 +2,11 @@
 # mypy: disallow-untyped-defs=False, disable-error-code="assignment"
 """q, k and v of a decoding step from one launch behind the shrink: projection, adapters, rotary positions, the cache.
 
-The dense linear of ``kernel.py`` with another end. A tile of its columns is half of columns that turn together: BN / 2
+The dense linear of ``dense.py`` with another end. A tile of its columns is half of columns that turn together: BN / 2
 of a head's first half and those of its second half that belong to them. A program needs no other's sums to turn them,
 and W's rows are read as whole as ever. What is stored is, to the last bit, what the linear and ``rotate_and_store``
 behind it leave: sums are rounded to the output's type before they turn. Slots with vectors are left to those two. The
-letters are those of ``kernel.py``.
+letters are those of ``pieces.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vlora_sgl.kernels.atmm.kernel import _leave_split, _sum_splits, dense_sums
+from vlora_sgl.kernels.atmm.dense import dense_sums
+from vlora_sgl.kernels.atmm.pieces import _leave_split, _sum_splits
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int, int]]
 

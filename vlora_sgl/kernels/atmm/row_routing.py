@@ -15,7 +15,7 @@ import torch
 
 DENSE_MAX_ROWS = 64
 DENSE_MAX_SLOTS = 16
-"""Up to here the dense kernels run (see kernel.py); more rows, or slots in use, go to the grouped ones."""
+"""Up to here the dense kernels run (see dense.py); more rows, or slots in use, go to the grouped ones."""
 DENSE_MAX_LOW, LOW_RANK = 32, 32
 """In a pool of at most that rank they take so many slots: of several at once, in steps as wide as one of rank 64."""
 TILE_ROWS = (16, 64)
