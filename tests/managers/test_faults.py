@@ -14,6 +14,7 @@ import torch
 from tests.mem_cache.test_radix_cache import Pool
 from vlora_sgl import _sgl
 from vlora_sgl.core import RequestParams
+from vlora_sgl.managers.ended_requests import LingeringStates
 from vlora_sgl.managers.faults import Faults
 from vlora_sgl.managers.scheduler import VLoraScheduler
 from vlora_sgl.managers.tokenizer_manager import VLoraTokenizerManager
@@ -152,7 +153,8 @@ def test_a_step_whose_answers_cannot_be_put_together_ends_them_and_not_the_serve
         return SimpleNamespace(out_list=[], event=asyncio.Event())
 
     states = {rid: state() for rid in ("done", "forgotten", "runs")}
-    manager.rid_to_state = dict(states)
+    manager.rid_to_state = LingeringStates()
+    manager.rid_to_state.update(states)
     monkeypatch.setattr(VLoraTokenizerManager.__mro__[1], "_handle_batch_output", raising)
     known: list[bool] = []
 

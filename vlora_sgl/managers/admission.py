@@ -116,20 +116,26 @@ def _is_encoded(value: object) -> bool:
     return isinstance(inner, str | bytes)
 
 
+_MEDIUM = Check(
+    "an image (or video, or sound) or a list of them",
+    lambda value: isinstance(value, str | bytes | dict) or not isinstance(value, bool | int | float | list),
+)
 _DECODED = Check(
     "frames or features: videos cannot be decoded here, which torchcodec or decord would do",
     lambda value: not isinstance(value, bool | int | float | list) and not _is_encoded(value),
 )
 
 
+def _media(one: Check, most: int) -> _Field:
+    """A prompt's images, videos or sounds, ``one`` of which is checked so."""
+    several = list_of(one, most)
+    # SGLang takes a prompt that gets several answers for a batch of one.
+    return _Field(one | several, batched=True, alone=list_of(several, 1, 1))
+
+
 def _fields(limits: Limits) -> dict[str, _Field]:
     """The table for both of SGLang's request classes."""
     text = _Field(NAME)
-    media = Check(
-        "an image (or video, or sound) or a list of them",
-        lambda value: isinstance(value, str | bytes | dict) or not isinstance(value, bool | int | float | list),
-    )
-    media_list, frames = list_of(media, limits.images), list_of(_DECODED, limits.images)
     ids = token_ids(limits.vocabulary, limits.context)
     rows = list_of(number(-3e38, 3e38), 1 << 16, 1)
     return {
@@ -138,16 +144,8 @@ def _fields(limits: Limits) -> dict[str, _Field]:
         "text": _Field(string(limits.text_chars) | list_of(string(limits.text_chars), 2), batched=True),
         "input_ids": _Field(ids, batched=True),
         "input_embeds": _Field(list_of(rows, limits.context, 1), batched=True),
-        **dict.fromkeys(
-            MEDIA,
-            # SGLang takes a prompt that gets several answers for a batch of one.
-            _Field(media | media_list, batched=True, alone=list_of(media_list, 1, 1)),
-        ),
-        **(
-            {}
-            if limits.videos
-            else {"video_data": _Field(_DECODED | frames, batched=True, alone=list_of(frames, 1, 1))}
-        ),
+        **dict.fromkeys(MEDIA, _media(_MEDIUM, limits.images)),
+        **({} if limits.videos else {"video_data": _media(_DECODED, limits.images)}),
         "mm_hashes": _Field(ANYTHING),  # taken out: clients do not say what an image is
         "sampling_params": _Field(ANYTHING),  # has a table of its own
         "return_logprob": _Field(BOOLEAN, batched=True),

@@ -35,6 +35,12 @@ class LingeringStates(JsonDict):
     def __missing__(self, rid: str) -> Any:
         return self._ended[rid]
 
+    def recall(self, rid: str) -> None:
+        """Make an ended request a member again, if its last answer was never handed on."""
+        state = self._ended.get(rid)
+        if rid not in self and state is not None and not (state.out_list or state.event.is_set()):
+            self[rid] = self._ended.pop(rid)
+
     def _end(self, rid: str, state: Any) -> None:
         self._ended[rid] = state
         if len(self._ended) > KEPT:

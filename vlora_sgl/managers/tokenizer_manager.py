@@ -240,16 +240,14 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         """SGLang's, which ends the process if it raises: here the answers of that step end, with status 500."""
-        states = {rid: self.rid_to_state.get(rid) for rid in recv_obj.rids}
         try:
             await super()._handle_batch_output(recv_obj)
         except Exception as error:
             message = f"{type(error).__name__} while the answer was put together: {error}"
             logger.error("requests %s end: %s", ", ".join(recv_obj.rids), message, exc_info=error)
             reason = _sgl.FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError").to_json()
-            for rid, state in states.items():
-                if state is not None and not (state.out_list or state.event.is_set()):
-                    self.rid_to_state[rid] = state  # it was forgotten before its last answer was handed on
+            for rid in recv_obj.rids:
+                self.rid_to_state.recall(rid)
                 self._handle_abort_req(_sgl.AbortReq(rid=rid, finished_reason=reason))
 
     def collect_metrics(self, state: Any, recv_obj: Any, i: int) -> None:

@@ -83,20 +83,14 @@ def atmm(
     if not on_kernels(x.device):
         return atmm_torch(y, x, a, b, routing, offsets, vectors)
     end = "expand" if routing.gates is not None else "grouped_expand"
-    launch.run(tiles_of(end, a, b, routing, table), (y, x, a, b, routing, offsets), vectors=vectors)
-    return _add_more(y, x, a, b, routing, offsets, table)
+    operands = y, x, a, b, routing, offsets
+    launch.run(tiles_of(end, a, b, routing, table), operands, vectors=vectors)
+    return _add_more(operands, table)
 
 
-def _add_more(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    routing: Routing,
-    offsets: Sequence[int],
-    table: TilingTable | None,
-) -> torch.Tensor:
-    """``atmm`` of what rows apply besides (``Routing.more``), one after the other."""
+def _add_more(operands: launch.Operands, table: TilingTable | None) -> torch.Tensor:
+    """``atmm`` of what rows apply besides (``Routing.more``), one after the other: y."""
+    y, x, a, b, routing, offsets = operands
     for more in routing.more:
         atmm(y, x, a, b, more, offsets, table)
     return y
@@ -142,7 +136,8 @@ def atmm_linear(
     if routing.touched is not None and routing.touched < WRITE_FIRST_SHARE * routing.rows:
         return atmm(launch.library_linear(x, weight, bias), x, a, b, routing, offsets, table)
     launch.run(tiles_of("grouped_write", a, b, routing, table), operands, bias=bias)
-    return _add_more(y.addmm_(x, weight.T), x, a, b, routing, offsets, table)
+    y.addmm_(x, weight.T)
+    return _add_more(operands, table)
 
 
 def atmm_rotated(
@@ -209,7 +204,7 @@ def atmm_silu_and_mul(
         raise ValueError("the fused activation needs row tiles and a device with kernels: use atmm and an activation")
     if not routing.rows:
         return y.new_empty((0, width))
-    _add_more(y, x, a, b, routing, offsets, table)
+    _add_more((y, x, a, b, routing, offsets), table)
     operands = y, x, a, b, routing, offsets
     return launch.run(tiles_of("grouped_silu", a, b, routing, table), operands, vectors=_wanted(vectors, routing))
 
