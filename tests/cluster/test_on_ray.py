@@ -41,7 +41,7 @@ def test_a_fleet_serves_and_starts_a_killed_server_again() -> None:
         fleet.wait(2, seconds=30)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def fleet() -> Iterator[RayFleet]:
     with ray_cluster(free_port(), hosts=1) as made:
         made.deploy(["--replicas", "2", *ON_DEMAND])
@@ -49,28 +49,31 @@ def fleet() -> Iterator[RayFleet]:
         yield made
 
 
-@needs_ray
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", ["server", "actor", "front", "directory", "host"])
-def test_a_part_that_is_killed_loses_nothing_that_had_not_begun(fleet: RayFleet, part: str) -> None:
-    asyncio.run(streams(fleet.url, ADAPTERS, 80, 1.0, 1, 0.0))
-    time.sleep(1)
-    before = fleet.state()
-    fleet.order("load", lora_name=f"before-{part}", lora_path="/x")
-    new = {"lora_name": f"meanwhile-{part}", "lora_path": "/y"}
-    counts, seconds = fault(fleet, part, ADAPTERS, lambda: fleet.order("load", **new))
-    print(f"{part}: {dict(counts)}, all serve after {seconds:.1f} s")
-    assert seconds < 30
-    lost = sum(count for end, count in counts.items() if end.startswith("lost"))
-    if part in ("front", "host"):  # its own connections break, as those of any balancer's
-        assert counts["whole"] > 75 and not any(": 5" in end for end in counts)
-    else:
-        assert lost == counts["cut"] == 0
-    assert part != "directory" or counts == {"whole": 300}
-    asyncio.run(streams(fleet.url, [f"before-{part}", f"meanwhile-{part}"], 20, 0.5, 1, 0.0))
-    after = fleet.state()
-    assert {name: after["homes"][name] for name in ADAPTERS} == {name: before["homes"][name] for name in ADAPTERS}
+class TestKilled:
+    """One fleet, which is gone when the next test has Ray for itself."""
+
+    @needs_ray
+    @pytest.mark.slow
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize("part", ["server", "actor", "front", "directory", "host"])
+    def test_a_part_that_is_killed_loses_nothing_that_had_not_begun(self, fleet: RayFleet, part: str) -> None:
+        asyncio.run(streams(fleet.url, ADAPTERS, 80, 1.0, 1, 0.0))
+        time.sleep(1)
+        before = fleet.state()
+        fleet.order("load", lora_name=f"before-{part}", lora_path="/x")
+        new = {"lora_name": f"meanwhile-{part}", "lora_path": "/y"}
+        counts, seconds = fault(fleet, part, ADAPTERS, lambda: fleet.order("load", **new))
+        print(f"{part}: {dict(counts)}, all serve after {seconds:.1f} s")
+        assert seconds < 30
+        lost = sum(count for end, count in counts.items() if end.startswith("lost"))
+        if part in ("front", "host"):  # its own connections break, as those of any balancer's
+            assert counts["whole"] > 75 and not any(": 5" in end for end in counts)
+        else:
+            assert lost == counts["cut"] == 0
+        assert part != "directory" or counts == {"whole": 300}
+        asyncio.run(streams(fleet.url, [f"before-{part}", f"meanwhile-{part}"], 20, 0.5, 1, 0.0))
+        after = fleet.state()
+        assert {name: after["homes"][name] for name in ADAPTERS} == {name: before["homes"][name] for name in ADAPTERS}
 
 
 @needs_ray
