@@ -83,11 +83,14 @@ def show(served: Served, picture: Photograph, rounds: Sequence[Round]) -> None:
 
 
 def held_out(adapters: Sequence[str], folder: Path, each: int = 3) -> list[tuple[str, Photograph, Round]]:
-    """Test images of the embedded model's adapters, which none of them was trained on, with their answers."""
+    """Test images of the embedded model's adapters, which none of them was trained on, with their answers.
+
+    Adapters that a user has added have no test images here.
+    """
     from tools.tiny.domains import ADAPTERS, DOMAINS
 
     chosen = []
-    for name in adapters:
+    for name in (name for name in adapters if name in ADAPTERS):
         rows = [row for row in DOMAINS[ADAPTERS[name][0]]()[2] if len(row[0]) == 1]
         for number, (images, question, answer, *_) in enumerate(
             random.Random(name).sample(rows, min(each, len(rows)))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from starlette.websockets import WebSocketDisconnect
 
 from tests.test_combined import WRONG
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl.combined import parts
 from vlora_sgl.entrypoints import adapters, bodies, own_routes
 from vlora_sgl.entrypoints.body_limit import BodyLimit
@@ -87,13 +87,15 @@ def client(manager: Any) -> Iterator[TestClient]:
     app.exception_handlers.update(server.app.exception_handlers)
     included = [route.original_router.routes for route in server.app.routes if hasattr(route, "original_router")]
     before = [list(routes) for routes in included]
-    read = server.ORJSONRequest.json
+    read, found = server.ORJSONRequest.json, dict(seams._found)
     app.router.routes[:] = list(server.app.router.routes)
     for part in (own_routes, adapters, bodies):
         part.mount(app)
     app.state.openai_serving_chat = SimpleNamespace(tokenizer_manager=manager)
     yield TestClient(app, raise_server_exceptions=False)
     server.ORJSONRequest.json = read
+    seams._found.clear()
+    seams._found.update(found)
     for routes, old in zip(included, before, strict=True):
         routes[:] = old
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,17 +82,32 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def shared(embedded: str) -> Iterator[str]:
+    """The embedded model's server, which other modules' tests ask too: it has the adapters after that it had before."""
+    before = _adapters(embedded)
+    yield embedded
+    for name in _adapters(embedded) - before:
+        requests.post(f"{embedded}/unload_lora_adapter", json={"lora_name": name}, timeout=60).raise_for_status()
+    assert _adapters(embedded) == before
+
+
+def _adapters(url: str) -> set[str]:
+    models = requests.get(f"{url}/v1/models", timeout=60).json()["data"]
+    return {model["id"] for model in models if model.get("parent")}
+
+
 @pytest.mark.parametrize("command", ASKED, ids=lambda command: command[:50])
-def test_what_asks_is_answered(command: str, embedded: str, place: Path) -> None:
+def test_what_asks_is_answered(command: str, shared: str, place: Path) -> None:
     """As written, in a shell, with the server's address and what the reader has put in."""
     for written, here in NAMES.items():
         command = command.replace(written, here or _data_url(place / "photo.jpg"))
-    command = re.sub(r"(http://)?(localhost|127\.0\.0\.1):30000", embedded, command)
+    command = re.sub(r"(http://)?(localhost|127\.0\.0\.1):30000", shared, command)
     if command.startswith("vlora convert"):
         pytest.skip("needs a trained and an initial adapter: tests/lora/test_convert.py")
     if "surfaces-late" in command:
         loaded = {"lora_name": "surfaces-late", "lora_path": str(ADAPTERS / "surfaces-late")}
-        requests.post(f"{embedded}/load_lora_adapter", json=loaded, timeout=60)
+        requests.post(f"{shared}/load_lora_adapter", json=loaded, timeout=60)
     program, _, rest = command.partition(" ")
     if program == "vlora":
         given = f"{shlex.quote(sys.executable)} -m vlora_sgl.cli {rest}"
@@ -99,7 +115,7 @@ def test_what_asks_is_answered(command: str, embedded: str, place: Path) -> None
         given = f"curl --fail-with-body --silent --show-error --max-time 100 {rest}"
     else:
         pytest.skip("curl is not installed")
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VLORA_URL": embedded, "HOME": str(place)}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VLORA_URL": shared, "HOME": str(place)}
     done = subprocess.run(["sh", "-c", given], cwd=place, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
