@@ -54,6 +54,20 @@ def test_every_adapter_has_homes_and_no_replica_too_much(
     assert max(loads(shares, homes, replicas)) <= 2 * fair * (1 + SLACK) + 1e-9
 
 
+@pytest.mark.parametrize("hot", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_a_hot_adapter_leaves_the_others_slots_everywhere(replicas: int, hot: float) -> None:
+    """A replica without a part of it would be the home of all that its share of the requests has room for."""
+    slots = 8
+    cold = replicas * (slots - 1)
+    shares = {"hot": hot} | {f"cold{n}": (1 - hot) / cold for n in range(cold)}
+    homes = place(shares, range(replicas), slots, {})
+    held = [sum(r in where for where in homes.values()) for r in range(replicas)]
+    assert max(held) <= slots + 2
+    assert max(loads(shares, homes, replicas)) <= (1 + SLACK) / replicas + (1 - hot) / cold
+    assert place(shares, range(replicas), slots, homes) == homes
+
+
 def test_a_placement_that_fits_is_kept() -> None:
     rng = random.Random(1)
     shares = {f"a{n}": 1 + rng.random() for n in range(40)}

@@ -21,6 +21,8 @@ Homes = dict[str, tuple[int, ...]]
 
 SLACK = 0.1
 """How far above its fair share of the requests a replica may be filled."""
+SPREADS = (1.0, 1.5, 2.0)
+"""Over how many times as many replicas as carry it a hot adapter is split, where that leaves the others more slots."""
 SPILL_FACTOR, SPILL_ROOM = 1.25, 4
 """A home is behind when it has more than this times the mean number of requests, and this many more."""
 REPLACE_EVERY = 64
@@ -38,8 +40,8 @@ def place(
 ) -> Homes:
     """Homes of every adapter: hot ones on several replicas, cold ones on one.
 
-    Adapters are taken from the hottest down. One that is too hot for a replica is split over just as many as carry it;
-    each part goes where it fits: if it can where it was before, then where a slot is free, then where load is least.
+    One that is too hot for a replica is split over just as many as carry it, or over more, where that leaves the others
+    more slots: a replica without a part of it would get all the others that its share of the requests has room for.
 
     Args:
         shares: requests by adapter, in any unit.
@@ -47,12 +49,37 @@ def place(
         slots: device slots for adapters on each.
         before: homes until now, which are kept where they fit.
     """
+    tried: list[tuple[int, Homes]] = []
+    for spread in SPREADS:
+        homes = _placed(shares, replicas, slots, before, spread)
+        held = Counter(itertools.chain.from_iterable(homes.values()))
+        without = sum(max(0, count - slots) for count in held.values())
+        moved = sum(len({*homes[adapter]} - {*old}) for adapter, old in before.items() if adapter in homes)
+        tried.append((without + moved, homes))
+        if not without:
+            break
+    return min(tried, key=lambda one: one[0])[1]
+
+
+def _placed(
+    shares: Mapping[str, float],
+    replicas: Sequence[int],
+    slots: int,
+    before: Mapping[str, Sequence[int]],
+    spread: float,
+) -> Homes:
+    """Homes as in ``place``, hot adapters split over ``spread`` times as many replicas as carry them.
+
+    Adapters are taken from the hottest down. Each part goes where it fits: if it can where it was before, then where a
+    slot is free, then where load is least.
+    """
     room = sum(shares.values()) / len(replicas) * (1 + SLACK)
     load = dict.fromkeys(replicas, 0.0)
     held = dict.fromkeys(replicas, 0)
     homes: Homes = {}
     for adapter in sorted(shares, key=lambda name: (-shares[name], name)):
-        parts = min(len(replicas), max(1, math.ceil(shares[adapter] / room))) if room else 1
+        parts = math.ceil(shares[adapter] / room) if room else 1
+        parts = min(len(replicas), math.ceil(parts * spread) if parts > 1 else 1)
         part = shares[adapter] / parts
         stays = frozenset(before.get(adapter, ()))
         best = sorted(
