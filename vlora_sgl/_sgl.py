@@ -204,6 +204,7 @@ NAMES: dict[str, str] = {
     # quantised linears, and the configurations that choose them
     "Fp8Config": "sglang.srt.layers.quantization.fp8:Fp8Config",
     "Fp8LinearMethod": "sglang.srt.layers.quantization.fp8:Fp8LinearMethod",
+    "quantise_rows": "sglang.srt.layers.quantization.fp8_utils:sglang_per_token_quant_fp8",
     "W8A8Fp8Config": "sglang.srt.layers.quantization.w8a8_fp8:W8A8Fp8Config",
     "W8A8Fp8LinearMethod": "sglang.srt.layers.quantization.w8a8_fp8:W8A8Fp8LinearMethod",
     "W8A8Int8Config": "sglang.srt.layers.quantization.w8a8_int8:W8A8Int8Config",

@@ -84,7 +84,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(embedded: str) -> Iterator[str]:
-    """The embedded model's server, which other modules' tests ask too: it has the adapters after that it had before."""
+    """The embedded model's server, which other tests ask too: it has the same adapters before and after."""
     before = _adapters(embedded)
     yield embedded
     for name in _adapters(embedded) - before:

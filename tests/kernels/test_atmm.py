@@ -258,7 +258,13 @@ def test_steps_of_several_slots_load_wide_on_a_hopper(rank: int) -> None:
         "RP": launch.rank_pad(rank),
     }
     constants |= {"ACTIVE": 32, "ACTIVE_P": 32, "GROUP": group, "HAS_BIAS": False, "SPLIT": 1, "STAGES": 3, "BM": 32}
-    constants |= {"BN": 64, "BK": 64, "PDL": True, "V_SLOT": 0, "vectors": None, "marks": None}
+    constants |= {
+        "BN": 64,
+        "BK": 64,
+        "PDL": True,
+        "V_SLOT": 0,
+        **dict.fromkeys(("vectors", "marks", "x_scale", "w_scale")),
+    }
     words, floats = ("active", "counters"), ("partials",)
     signature, aligned = {}, {}
     for at, name in enumerate(kernel.arg_names):

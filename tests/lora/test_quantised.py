@@ -17,7 +17,7 @@ from vlora_sgl.lora.backend import AtmmBackend
 from vlora_sgl.lora.layers import wrap_layer
 from vlora_sgl.lora.merge_bound import UpdateSize
 from vlora_sgl.lora.merger import Merger
-from vlora_sgl.lora.quantised import foldable
+from vlora_sgl.lora.quantised import foldable, fused
 from vlora_sgl.platforms.quantised import config_for
 from vlora_sgl.platforms.torch_cpu import TorchCpuPlatform
 from vlora_sgl.scaled import E4M3, Scaled, block_largest, quantise, to_type
@@ -119,6 +119,25 @@ def test_what_sglang_lays_out_for_its_kernels_on_a_gpu_is_folded_in_place(shape:
     assert found.weight.data_ptr() == layer.weight.data_ptr()
     layer.weight_scale = torch.ones(1)
     assert "expected float32" in str(foldable(layer))
+
+
+def test_what_few_rows_multiply_by_where_their_adapters_join() -> None:
+    """A scale an output and a scale a row; no scale of the whole input, no blocks, no sizes that are padded."""
+    kind = type("Fp8LinearMethod", (), {"__module__": _sgl.NAMES["Fp8LinearMethod"].partition(":")[0]})
+    method: Any = kind()
+    method.cutlass_fp8_supported, method.block_quant = True, False
+    made = quantise(torch.randn(WIDTH, HIDDEN), (1, HIDDEN), E4M3)
+    layer = SimpleNamespace(quant_method=method, weight=made.weight.T, weight_scale=made.scale.T, input_scale=None)
+    found = fused(layer)
+    assert found is not None and torch.equal(found.wide(), made.wide())
+    for change in ({"input_scale": torch.ones(1)}, {"weight": made.weight[:, :24].T}, {"weight_scale": torch.ones(1)}):
+        assert fused(SimpleNamespace(**{**vars(layer), **change})) is None
+    for name, value in (("cutlass_fp8_supported", False), ("block_quant", True)):
+        before = getattr(method, name)
+        setattr(method, name, value)
+        assert fused(layer) is None
+        setattr(method, name, before)
+    assert fused(SimpleNamespace(quant_method=None)) is None
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "gguf", "bitsandbytes", "modelopt_fp4", "quark", "moe_wna16"])

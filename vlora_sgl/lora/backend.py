@@ -19,10 +19,12 @@ from vlora_sgl.kernels.atmm import (
     DENSE_MAX_ROWS,
     Rotation,
     Routing,
+    ScaledInput,
     Vectors,
     atmm,
     atmm_linear,
     atmm_rotated,
+    atmm_scaled,
     atmm_silu_and_mul,
     make_routing,
     on_kernels,
@@ -47,6 +49,7 @@ from vlora_sgl.kernels.atmm.row_routing import (
 from vlora_sgl.kernels.rotary import rotate_and_store
 from vlora_sgl.lora.vocabulary import cut, embed, embed_in_graph
 from vlora_sgl.routed.regroup import others
+from vlora_sgl.scaled import Scaled
 
 GRAPH_PAIRS = 2
 MANY_ROWS = 256  # of a prefill: groups of rows are taken to fill large tiles
@@ -450,6 +453,27 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         if not batch.in_graph and not batch.routing.has_adapters:
             return library_linear(x, weight, bias)
         return atmm_linear(x, weight, bias, a, b, batch.routing, offsets, vectors=vectors)
+
+    def scaled(
+        self,
+        x: torch.Tensor,
+        weight: Scaled,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offsets: Sequence[int],
+        vectors: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``linear`` of few rows on a weight in e4m3 (see ``kernels.atmm.atmm_scaled``)."""
+        numbers, scale = _sgl.quantise_rows(x.contiguous())
+        given = ScaledInput(numbers, scale, weight.scale)
+        return atmm_scaled(x, given, weight.weight, bias, a, b, self.batch_info.routing, offsets, vectors=vectors)
+
+    @property
+    def few_rows(self) -> bool:
+        """Whether this batch has adapters, and the dense kernels add them."""
+        batch = self.batch_info
+        return batch.routing.gates is not None and (batch.in_graph or batch.routing.has_adapters)
 
     def rotated(
         self,

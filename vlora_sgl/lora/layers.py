@@ -18,10 +18,12 @@ from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.kernels.atmm import Rotation, Vectors, on_kernels
 from vlora_sgl.kernels.atmm.launch import MAX_PARTS
+from vlora_sgl.kernels.devices import on_hopper
 from vlora_sgl.kernels.rotary import rotate_and_store
 from vlora_sgl.lora.expert_layers import AtmmExperts
-from vlora_sgl.lora.quantised import why_not_served
+from vlora_sgl.lora.quantised import fused, why_not_served
 from vlora_sgl.lora.vocabulary import AtmmEmbedding, AtmmLMHead
+from vlora_sgl.scaled import Scaled
 from vlora_sgl.seams import Place, Places
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
@@ -36,12 +38,14 @@ class Atmm:
 
     Attributes:
         vectors: its part of the table of ``lora.vectors``, [slots, 2, N] float32; ``None`` where there is none.
+        scaled: the base weight in e4m3, where few rows multiply by it and the adapters in one operator.
     """
 
     base_layer: Any
     lora_backend: Any
     lora_active: bool
     vectors: torch.Tensor | None = None
+    scaled: Scaled | None = None
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -66,6 +70,7 @@ class Atmm:
             and weight.dtype == self.a.dtype
             and weight.is_contiguous()
         )
+        self.scaled = fused(self.base_layer) if self.a.is_cuda and on_hopper() else None
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -77,6 +82,8 @@ class Atmm:
         base, backend = self.base_layer, self.lora_backend
         if self.fusible:
             return backend.linear(x, base.weight, bias, self.a, self.b, self.offsets, self.vectors)
+        if self.scaled is not None and backend.few_rows:
+            return backend.scaled(x, self.scaled, bias, self.a, self.b, self.offsets, self.vectors)
         return backend.add(base.quant_method.apply(base, x, bias), *self.operands(x, bias))
 
     def operands(self, x: torch.Tensor, bias: torch.Tensor | None) -> Operands:

@@ -60,6 +60,21 @@ def foldable(layer: Any) -> Scaled | str:
     return _checked(Scaled(weight, scale, (int(block[0]), int(block[1]))))
 
 
+def fused(layer: Any) -> Scaled | None:
+    """A quantised linear's weight, if few rows multiply by it where their adapters join (``atmm_scaled``).
+
+    SGLang's kernel for a scale an output and a scale a row then has the same operands.
+    """
+    method: Any = getattr(layer, "quant_method", None)
+    if not _sgl.is_a(method, "Fp8LinearMethod") or getattr(layer, "input_scale", None) is not None:
+        return None
+    if not getattr(method, "cutlass_fp8_supported", False) or method.block_quant:
+        return None
+    found = foldable(layer)
+    whole = isinstance(found, Scaled) and found.block[0] == 1 and not any(size % 16 for size in found.weight.shape)
+    return found if whole else None  # type: ignore[return-value]
+
+
 def _checked(found: Scaled) -> Scaled | str:
     (rows, columns), (n, k) = found.weight.shape, found.block
     if found.weight.dtype != E4M3:

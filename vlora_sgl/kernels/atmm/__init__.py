@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from vlora_sgl.kernels.atmm import launch
-from vlora_sgl.kernels.atmm.launch import tiles_of
+from vlora_sgl.kernels.atmm.launch import ScaledInput, tiles_of
 from vlora_sgl.kernels.atmm.reference import atmm_reference, atmm_silu_reference, atmm_torch
 from vlora_sgl.kernels.atmm.rotated import Rotation
 from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_ROWS, Group, Pairs, Routing, Vectors, make_routing
@@ -25,11 +25,13 @@ __all__ = [
     "Pairs",
     "Rotation",
     "Routing",
+    "ScaledInput",
     "Vectors",
     "atmm",
     "atmm_linear",
     "atmm_reference",
     "atmm_rotated",
+    "atmm_scaled",
     "atmm_silu_and_mul",
     "atmm_silu_reference",
     "atmm_torch",
@@ -138,6 +140,45 @@ def atmm_linear(
     launch.run(tiles_of("grouped_write", a, b, routing, table), operands, bias=bias)
     y.addmm_(x, weight.T)
     return _add_more(operands, table)
+
+
+def atmm_scaled(
+    x: torch.Tensor,
+    scaled: ScaledInput,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    routing: Routing,
+    offsets: Sequence[int],
+    table: TilingTable | None = None,
+    vectors: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``atmm_linear`` of few rows on a weight in e4m3: [M, N] of x's type, freshly allocated.
+
+    The base product is of quantised numbers, as in the engine's own kernel; adapters see x as it is.
+
+    Args:
+        scaled: x, quantised row by row, and the scales of the weight's rows.
+        weight: [N, K] e4m3. The others as in ``atmm_linear``; the routing has gates.
+
+    Raises:
+        ValueError: shapes, strides or dtypes that do not fit, or a routing of many rows.
+    """
+    numbers, x_scale, w_scale = scaled
+    shapes = tuple(numbers.shape), x_scale.numel(), w_scale.numel(), tuple(weight.shape)
+    if shapes != (tuple(x.shape), len(x), offsets[-1], (offsets[-1], x.shape[1])):
+        raise ValueError(
+            f"numbers, scales and weight must fit {tuple(x.shape)} and {offsets[-1]} columns, got {shapes}"
+        )
+    if routing.gates is None:
+        raise ValueError("a weight in e4m3 is multiplied here for few rows alone")
+    given = None if vectors is None else Vectors(vectors, bias)
+    y = x.new_empty((routing.rows, offsets[-1]))
+    launch.check(y, x, a, b, routing, offsets, given)
+    tiles, wanted = tiles_of("linear", a, b, routing, table), _wanted(given, routing)
+    operands = y, x, a, b, routing, offsets
+    return launch.run(tiles, operands, weight=weight, bias=bias, vectors=wanted, scaled=scaled)
 
 
 def atmm_rotated(

@@ -155,6 +155,8 @@ def dense_sums(
     active,
     vectors,
     marks,
+    x_scale,
+    w_scale,
     m,
     stride_x,
     stride_w,
@@ -189,6 +191,8 @@ def dense_sums(
 
     With ``vectors`` a row's product is divided by a merged adapter's factor before the slots' part joins it, in every
     split alike; ``_to_output`` is left to the caller, behind the sum of the splits.
+
+    With ``w_scale`` [N] and ``x_scale`` [M] x and w are e4m3 numbers that those scale, row by row; h and b are not.
     """
     col_live = (cols < end)[:, None]
     rows = tl.arange(0, BM)
@@ -222,6 +226,9 @@ def dense_sums(
             xk = tl.load(x_ptrs + k[None, :], mask=row_live[:, None] & (k < K)[None, :], other=0.0)
             wk = tl.load(w_ptrs + k[None, :], mask=col_live & (k < K)[None, :], other=0.0)
         acc = _dot(wk, xk.T, acc)
+    if w_scale is not None:
+        of_columns = tl.load(w_scale + cols, mask=cols < end, other=0.0)[:, None]
+        acc *= of_columns * tl.load(x_scale + rows, mask=row_live, other=0.0)[None, :]
     if vectors is not None:
         row_words = tl.load(marks + rows, mask=row_live, other=0)[None, :]
         if tl.max(row_words) != 0:
@@ -258,6 +265,8 @@ def dense_linear_kernel(
     counters,
     vectors,
     marks,
+    x_scale,
+    w_scale,
     m,
     stride_x,
     stride_y,
@@ -286,7 +295,8 @@ def dense_linear_kernel(
 ):
     """y = x W^T + bias + h B^T: the base GEMM with the expand as further reduction steps, behind a shrink.
 
-    With ``vectors`` a row's output is multiplied by its own factor when the splits are summed.
+    With ``vectors`` a row's output is multiplied by its own factor when the splits are summed. With scales x and w are
+    e4m3 numbers (``dense_sums``).
     """
     pid = tl.program_id(0)
     tile = pid // SPLIT
@@ -298,8 +308,8 @@ def dense_linear_kernel(
     rows = tl.arange(0, BM)
     row_live = rows < m
     acc = dense_sums(
-        x, w, b, h, active, vectors, marks, m, stride_x, stride_w, b_slot, b_row, cols, end, part, split,
-        K, O4, C, R, RP, ACTIVE, ACTIVE_P, GROUP, SPLIT, STAGES, BM, BN, BK, PDL, V_SLOT,
+        x, w, b, h, active, vectors, marks, x_scale, w_scale, m, stride_x, stride_w, b_slot, b_row, cols, end, part,
+        split, K, O4, C, R, RP, ACTIVE, ACTIVE_P, GROUP, SPLIT, STAGES, BM, BN, BK, PDL, V_SLOT,
     )  # fmt: skip
     if SPLIT > 1:
         spot = lane[:, None] * BM + rows[None, :]

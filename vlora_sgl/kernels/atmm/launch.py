@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +81,20 @@ Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Routing
 """``(y, x, a, b, routing, offsets)``, as in ``atmm``."""
 
 
+class ScaledInput(NamedTuple):
+    """An input for a weight in e4m3.
+
+    Attributes:
+        numbers: [M, K] e4m3.
+        scale: [M] float32, of each row of them.
+        weight_scale: [N] float32, of each row of the weight.
+    """
+
+    numbers: torch.Tensor
+    scale: torch.Tensor
+    weight_scale: torch.Tensor
+
+
 def run(
     tiles: Tiles,
     operands: Operands,
@@ -87,6 +102,7 @@ def run(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     vectors: Vectors | None = None,
+    scaled: ScaledInput | None = None,
     start: Start = launched,
 ) -> torch.Tensor:
     """Both launches of a call.
@@ -94,6 +110,7 @@ def run(
     Args:
         weight: of the base GEMM of ``linear``.
         bias: what ``linear`` and ``grouped_write`` add.
+        scaled: with a ``weight`` in e4m3, the same of x.
         vectors: of the slots, where rows have marks; not for ``grouped_write``, which leaves x W^T to another.
         start: launches each kernel.
 
@@ -103,7 +120,7 @@ def run(
         returns the activation, [M, I], freshly allocated.
     """
     if tiles.end in ("linear", "expand"):
-        return _dense(tiles, operands, weight, bias, vectors, start)
+        return _dense(tiles, operands, weight, bias, vectors, scaled, start)
     if tiles.end == "grouped_silu":
         return _grouped_silu(tiles, operands, vectors, start)
     return _grouped(tiles, operands, bias, vectors, start)
@@ -249,6 +266,7 @@ def _dense(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     vectors: Vectors | None,
+    scaled: ScaledInput | None,
     start: Start,
 ) -> torch.Tensor:
     y, x, a, b, routing, offsets = operands
@@ -265,12 +283,14 @@ def _dense(
         )  # fmt: skip
         return y
     block_m = _dense_rows(routing)
-    expand = fitting(expand, block_m, x.itemsize, shared_memory(x.device))
+    left, x_scale, w_scale = scaled or (x, None, None)
+    expand = replace(expand, block_k=expand.block_k * x.itemsize // left.itemsize)  # as many bytes
+    expand = fitting(expand, block_m, left.itemsize, shared_memory(x.device))
     start(
         dense.dense_linear_kernel, (columns * expand.split_k,),
-        x, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
-        arrivals(x.device, "linear"), slots_of_vectors, marks, m, x.stride(0), y.stride(0), weight.stride(0),
-        b.stride(0), b.stride(1),
+        left, weight, x if bias is None else bias, y, b, h, routing.active, _partials(x, columns, expand, block_m),
+        arrivals(x.device, "linear"), slots_of_vectors, marks, x_scale, w_scale, m, left.stride(0), y.stride(0),
+        weight.stride(0), b.stride(0), b.stride(1),
         K=x.shape[1], C=parts, HAS_BIAS=bias is not None, SPLIT=expand.split_k, BK=expand.block_k,
         num_stages=expand.stages, **common,
     )  # fmt: skip

@@ -99,7 +99,7 @@ def dense_rotated_kernel(
     cols = head * (2 * HALF) + (lane // (BN // 2)) * HALF + (tile % TURNS) * (BN // 2) + lane % (BN // 2)
     N: tl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * HALF
     acc = dense_sums(
-        x, w, b, h, active, None, None, m, stride_x, stride_w, b_slot, b_row, cols, N, part, split,
+        x, w, b, h, active, None, None, None, None, m, stride_x, stride_w, b_slot, b_row, cols, N, part, split,
         K, N, 3, R, RP, ACTIVE, ACTIVE_P, GROUP, SPLIT, STAGES, BM, BN, BK, PDL, 0,
     )  # fmt: skip
     rows = tl.arange(0, BM)
