@@ -40,8 +40,8 @@ def place(
 ) -> Homes:
     """Homes of every adapter: hot ones on several replicas, cold ones on one.
 
-    One that is too hot for a replica is split over just as many as carry it, or over more, where that leaves the others
-    more slots: a replica without a part of it would get all the others that its share of the requests has room for.
+    One that is too hot for a replica is split over just as many as carry it, or over more where that leaves the others
+    more slots: a replica without a part of it would get all those that its share of the requests has room for.
 
     Args:
         shares: requests by adapter, in any unit.
