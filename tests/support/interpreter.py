@@ -10,12 +10,18 @@ import sys
 import pytest
 import torch
 
+from tests.support import quick_interpreter
+
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
 kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="kernels: run by a starter in its file, and on a GPU")
 starter = pytest.mark.skipif(CUDA or INTERPRETED, reason="starts the interpreter run where there is no GPU")
+
+
+if INTERPRETED:
+    quick_interpreter.quicken()
 
 
 def passed_interpreted(file: str, select: str = "test_kernel") -> int:
