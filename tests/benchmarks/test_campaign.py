@@ -24,7 +24,7 @@ def test_lanes_quiet_jobs_limits_and_figures(tmp_path: Path) -> None:
         job("both", cards=2),
         job("large", cards=3),
         job("fails", "--status 3"),
-        job("endless", "--seconds 600", seconds=8.0),
+        job("endless", "--seconds 600", seconds=3.0),
     ]
     campaign = Campaign(tmp_path / "out", ["0", "1"], time.monotonic() + 120)
     campaign.LEAST = 1.0

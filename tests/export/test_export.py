@@ -355,7 +355,7 @@ def test_the_trace_decides_what_pays(tmp_path: Path) -> None:
         read_trace(trace)
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     make_inputs(tmp_path, "qwen2", torch.float32)
     command = [sys.executable, "-m", "vlora_sgl.export", "--model", "model", "--cold", "renamed=mixed", "hot", "--out"]
     (tmp_path / "trace.jsonl").write_text('{"adapter": "hot"}\n{"adapter": "renamed"}\n{"adapter": "hot"}')
@@ -363,9 +363,10 @@ def test_the_command_line(tmp_path: Path) -> None:
     done = subprocess.run(options, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "hot merged" in done.stdout and "adapters/renamed: rank 4, relative error" in done.stdout
-    options = [*command, "again", "--trace", "trace.jsonl", "--json"]
-    told = subprocess.run(options, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert json.loads(told.stdout)["hot"] == "hot" and "expected extra cost" in told.stderr
+    monkeypatch.chdir(tmp_path)
+    assert run.main([*command[3:], "again", "--trace", "trace.jsonl", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["hot"] == "hot" and "expected extra cost" in told.err
     shutil.rmtree(tmp_path / "hot")
     refused = subprocess.run(
         [*command, "more", "--hot", "hot"], cwd=tmp_path, capture_output=True, text=True, check=False

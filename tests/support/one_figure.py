@@ -5,7 +5,10 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks import summary
 from benchmarks.summary import record
+
+summary.card_name = lambda: "none"  # nothing is measured, and asking torch takes seconds
 
 parser = argparse.ArgumentParser()
 parser.add_argument("name")
