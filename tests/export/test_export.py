@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -368,7 +369,8 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     told = capsys.readouterr()
     assert json.loads(told.out)["hot"] == "hot" and "expected extra cost" in told.err
     shutil.rmtree(tmp_path / "hot")
-    refused = subprocess.run(
-        [*command, "more", "--hot", "hot"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert refused.returncode == 1 and "refused: " in refused.stderr and "adapter_config.json" in refused.stderr
+    monkeypatch.setattr(sys, "argv", ["export", *command[3:], "more", "--hot", "hot"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("vlora_sgl.export", run_name="__main__")
+    refused = capsys.readouterr().err
+    assert ended.value.code == 1 and "refused: " in refused and "adapter_config.json" in refused
