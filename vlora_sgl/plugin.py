@@ -199,6 +199,9 @@ TABLE = (
     Seam("TokenizerManager.rid_to_state", "vlora_sgl.managers.ended_requests:LingeringStates", ENGINE, OWN,
          "SGLang forgets a request that ends before its coroutine first runs.",
          "a batch of short requests may end with an internal error"),
+    Seam("TokenizerManager.model_config", "vlora_sgl.multimodal.gemma3:why_blind", ENGINE, OWN,
+         "SGLang begins a model that understands images by showing it one; where images are refused, it would end.",
+         "Gemma 3 does not start where its images are refused"),
     Seam("http_server.app.router.routes", "vlora_sgl.entrypoints.adapters:mount", ENGINE, OWN,
          "Three routes of SGLang's know our adapters (/generate, /v1/models and one entry of that), others are new; "
          "those that cannot serve adapters, or end the scheduler, are refused by name.",

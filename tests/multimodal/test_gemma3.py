@@ -18,14 +18,17 @@ def server_args(attention: str) -> Any:
 
 @pytest.mark.parametrize("attention", ["torch_native", "fa3", "flashinfer"])
 def test_images_are_refused_where_they_would_be_misread(attention: str) -> None:
-    processor = processor_of(SimpleNamespace(), server_args(attention))
+    config = SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])
+    processor = processor_of(SimpleNamespace(), config, server_args(attention))
     with pytest.raises(RequestError, match=f"--attention-backend triton: with {attention}"):
         asyncio.run(processor.process_mm_data_async(image_data=["x"], input_text="y", request_obj=None))
 
 
-def test_triton_attention_reads_them() -> None:
+def test_triton_attention_reads_them_and_other_models_read_theirs() -> None:
     processor = SimpleNamespace(process_mm_data_async=len)
-    assert processor_of(processor, server_args("triton")).process_mm_data_async is len
+    for name, attention in (("Gemma3ForConditionalGeneration", "triton"), ("Qwen2VLForConditionalGeneration", "fa3")):
+        config = SimpleNamespace(architectures=[name])
+        assert processor_of(processor, config, server_args(attention)).process_mm_data_async is len
 
 
 def test_a_text_beside_an_image_has_its_own_mask(monkeypatch: pytest.MonkeyPatch) -> None:

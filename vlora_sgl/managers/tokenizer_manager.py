@@ -38,11 +38,12 @@ from vlora_sgl.managers.shutdown import Shutdown
 from vlora_sgl.managers.stopping import show_regex
 from vlora_sgl.managers.unreadable import refusing_what_cannot_be_read
 from vlora_sgl.managers.waits import behind, limit_of, within
+from vlora_sgl.multimodal.gemma3 import why_blind
 from vlora_sgl.multimodal.markers import Markers
 from vlora_sgl.multimodal.opening import naming_images
 from vlora_sgl.multimodal.words import Words
 from vlora_sgl.request import show
-from vlora_sgl.seams import Stage
+from vlora_sgl.seams import Place, Stage
 from vlora_sgl.server_args import VLoraArgs
 from vlora_sgl.versions import conversations
 
@@ -71,6 +72,9 @@ class VLoraTokenizerManager(_sgl.TokenizerManager):
         self.shutdown = Shutdown(self, VLoraArgs.from_environment().drain_seconds)
         super().__init__(*args, **kwargs)
         seams.own("TokenizerManager.rid_to_state", self, LingeringStates())
+        blind = why_blind(self.model_config.hf_config, self.server_args) is not None
+        sees = Place(self.model_config, "is_image_understandable_model", False)
+        seams.place("TokenizerManager.model_config", [sees] if blind else "images are not refused")
         limits, context = VLoraArgs.from_environment(), self.context_len
         labels = frozenset(self.server_args.tokenizer_metrics_allowed_custom_labels or ())
         self.gate = RequestGate(

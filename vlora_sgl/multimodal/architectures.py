@@ -29,5 +29,5 @@ def get_mm_processor(original: Callable[..., Any], hf_config: Any, *args: Any, *
     if MODELS.keys().isdisjoint(named):
         found = original(hf_config, *args, **kwargs)
         found = getattr(found, "inner", found)
-        return gemma3.processor_of(found, args[0]) if gemma3.ARCHITECTURE in named else found
+        return gemma3.processor_of(found, hf_config, args[0])
     return pkgutil.resolve_name(f"{LLAVA}:processor_of")(original, hf_config, *args, **kwargs)

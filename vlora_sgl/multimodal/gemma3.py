@@ -20,20 +20,25 @@ TEXT = SimpleNamespace(mm_items=())
 """Stands for the images of a row that has none."""
 
 
-def processor_of(found: Any, server_args: Any) -> Any:
-    """SGLang's processor ``found`` of Gemma 3; it takes text only where prefills have another attention than Triton's.
-
-    There its ``process_mm_data_async`` raises ``RequestError``.
-    """
+def why_blind(hf_config: Any, server_args: Any) -> str | None:
+    """Why images are refused, if the model is Gemma 3 and prefills have another attention than Triton's."""
     attention, _ = server_args.get_attention_backends()
-    if attention == "triton":
+    if ARCHITECTURE not in (hf_config.architectures or ()) or attention == "triton":
+        return None
+    return (
+        f"images of Gemma 3 need --attention-backend triton: with {attention}, SGLang would answer as if their tokens "
+        "did not see one another"
+    )
+
+
+def processor_of(found: Any, hf_config: Any, server_args: Any) -> Any:
+    """SGLang's processor ``found``; its ``process_mm_data_async`` raises ``RequestError`` where images are refused."""
+    why = why_blind(hf_config, server_args)
+    if why is None:
         return found
 
     async def refuse(*args: object, **kwargs: object) -> Any:
-        raise RequestError(
-            f"images of Gemma 3 need --attention-backend triton: with {attention}, SGLang would answer as if their "
-            "tokens did not see one another"
-        )
+        raise RequestError(why)
 
     found.process_mm_data_async = refuse
     return found
