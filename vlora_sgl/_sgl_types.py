@@ -22,7 +22,8 @@ OURS: dict[str, frozenset[str]] = {
     "LogitsProcessorOutput": frozenset({"vlora_bad_rows"}),
     "MultimodalDataItem": frozenset({"vlora_adapter", "vlora_content", "vlora_fault"}),
     "LoRAAdapter": frozenset(
-        {"form", "output_vectors", "packed", "report", "tower", "unmergeable", "update_sizes", "vectors"}
+        {"form", "output_vectors", "packed", "report", "tower", "unmergeable", "update_sizes"}
+        | {"vectors", "weights_loss"}
     ),
     "Req": frozenset({"vlora"}),
     "ServerArgs": frozenset({"_vlora_chosen"}),
@@ -442,6 +443,7 @@ class LoRAAdapter(Protocol):
     output_vectors: Mapping[str, Any]
     vectors: torch.Tensor | None
     unmergeable: str | None
+    weights_loss: float | None
 
     def pin_weights_in_cpu(self) -> None: ...
 

@@ -94,6 +94,12 @@ class VLoraArgs:
         type=float,
         metavar="SHARE",
     )
+    adapter_weights: str = _flag(
+        "auto",
+        "what device slots hold of adapters' linear layers: 'auto' (the engine's type) or 'fp8' (e4m3: half the "
+        "memory, half the bytes of a step, a few per cent of an update lost)",
+        choices=("auto", "fp8"),
+    )
     slot_ranks: tuple[int, ...] = _flag(
         (),
         "ranks of the device slots for adapters, one number a slot, so that a small adapter does not cost what the "

@@ -37,7 +37,13 @@ LOADS = (
 
 
 def make_pool(
-    sized: bool, layers: int = 2, tp: int = 1, extra: Sequence[str] = (), device: str = "cpu", residency: Any = None
+    sized: bool,
+    layers: int = 2,
+    tp: int = 1,
+    extra: Sequence[str] = (),
+    device: str = "cpu",
+    residency: Any = None,
+    eight_bits: bool = False,
 ) -> Any:
     """A pool whose slots are full of NaN, so that whatever a load leaves unwritten shows."""
     config = SimpleNamespace(
@@ -50,6 +56,7 @@ def make_pool(
         "base_hf_config": config, "max_loras_per_batch": 4, "dtype": torch.bfloat16, "tp_size": tp, "tp_rank": tp - 1,
         "attn_tp_size": tp, "max_lora_rank": 64, "target_modules": {*KINDS, *extra}, "base_model": model,
         "eviction_policy": "lru", "lora_added_tokens_size": 0, "residency": residency,
+        "eight_bits": eight_bits,
     }  # fmt: skip
     pool = SizedPool((64, 16, 16), **options) if sized else PackedPool(**options)
     for matrix in matrices(pool):
@@ -64,7 +71,7 @@ def matrices(pool: Any) -> list[torch.Tensor]:
 
 def bits(pool: Any) -> list[torch.Tensor]:
     """All of the pool's memory; integers, because a NaN does not equal itself."""
-    return [torch.tensor([], dtype=m.dtype).set_(m.untyped_storage()).view(torch.int16) for m in matrices(pool)]
+    return [torch.tensor([], dtype=m.dtype).set_(m.untyped_storage()).view(torch.uint8) for m in matrices(pool)]
 
 
 def make_modules(layers: int = 2, tp: int = 1) -> list[dict[str, Any]]:
@@ -109,9 +116,13 @@ def load_as_sglang(pool: Any, slot: int, adapter: Any, modules: Any) -> None:
 @pytest.mark.parametrize("staging", [packed.STAGING_BYTES, 1], ids=["one_piece", "many_pieces"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("sized", [False, True], ids=["equal_slots", "sized_slots"])
-def test_slots_hold_what_sglang_writes(sized: bool, tp: int, staging: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["wide", "e4m3"])
+def test_slots_hold_what_sglang_writes(
+    eight_bits: bool, sized: bool, tp: int, staging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packed, "STAGING_BYTES", staging)
-    ours, theirs, modules = make_pool(sized, tp=tp), make_pool(sized, tp=tp), make_modules(tp=tp)
+    ours, theirs = (make_pool(sized, tp=tp, eight_bits=eight_bits) for _ in range(2))
+    modules = make_modules(tp=tp)
     adapters = [[make_adapter(*load[1:], seed=seed) for _ in range(2)] for seed, load in enumerate(LOADS)]
     for _ in range(2):  # the second time around with everything that is kept between loads
         for (slot, *what), (mine, original) in zip(LOADS, adapters, strict=True):
@@ -120,8 +131,10 @@ def test_slots_hold_what_sglang_writes(sized: bool, tp: int, staging: int, monke
             assert all(map(torch.equal, bits(ours), bits(theirs))), f"slot {slot}: {what}"
 
 
-def test_embeddings_are_loaded_beside() -> None:
-    ours, theirs = (make_pool(sized=False, extra=["embed_tokens"]) for _ in range(2))
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["wide", "e4m3"])
+def test_embeddings_are_loaded_beside(eight_bits: bool) -> None:
+    ours, theirs = (make_pool(sized=False, extra=["embed_tokens"], eight_bits=eight_bits) for _ in range(2))
+    assert {buffer.dtype for buffer in ours._vocabulary} == {torch.bfloat16}
     modules = make_modules()
     for embeds in (True, False):
         adapters = [make_adapter(8, ["o_proj"], (0,)) for _ in range(2)]
@@ -169,11 +182,13 @@ def test_a_load_is_a_handful_of_copies_whatever_the_depth(layers: int) -> None:
 @pytest.mark.parametrize("side", "AB")
 @pytest.mark.parametrize("sized", [False, True], ids=["equal_slots", "sized_slots"])
 @pytest.mark.parametrize("where", [0, -1])
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["wide", "e4m3"])
 def test_what_was_spoiled_behind_the_loader_leaves_b_finite_and_a_not(
-    sized: bool, side: str, value: float, where: int
+    eight_bits: bool, sized: bool, side: str, value: float, where: int
 ) -> None:
     """Dense kernels give other rows 0 x B; the adapter's own rows have to notice."""
-    pool, modules = make_pool(sized), make_modules()
+    pool, modules = make_pool(sized, eight_bits=eight_bits), make_modules()
+    value = torch.nan if eight_bits else value  # which is all that e4m3 has
     adapter, twin = make_adapter(16, tuple(KINDS), (0, 1)), make_adapter(16, tuple(KINDS), (0, 1))
     pool.pack(adapter, modules)
     name = list(adapter.layers[where].weights)[0 if side == "A" else 1]
@@ -182,7 +197,8 @@ def test_what_was_spoiled_behind_the_loader_leaves_b_finite_and_a_not(
 
     def finite(buffers: Any) -> list[bool]:
         matrices = [matrix[pool.places[1]] for kind in buffers.values() for matrix in kind]
-        return [bool((m[:, :16] if buffers is pool.B_buffer else m[:16]).isfinite().all()) for m in matrices]
+        parts = (m[:, :16] if buffers is pool.B_buffer else m[:16] for m in matrices)
+        return [bool(part.float().isfinite().all()) for part in parts]
 
     assert all(finite(pool.B_buffer)) and not all(finite(pool.A_buffer))
     pool.load_lora_weight_to_buffer("y", 1, twin, modules, None, None)

@@ -21,6 +21,7 @@ from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.heads.store import AdapterDescription
 from vlora_sgl.lora.checkpoint import LoraPair, read_adapter
+from vlora_sgl.lora.eight_bits import in_eight_bits
 from vlora_sgl.lora.layout import BaseLayout, is_tower, layer_of
 from vlora_sgl.lora.merge_bound import update_sizes
 from vlora_sgl.lora.stacking import is_embedding, stack
@@ -36,8 +37,9 @@ class AdapterBuilder:
         model: the base model.
         hf_config: of its language model.
         load_config, backend: SGLang's, which its adapters ask for.
-        dtype: of the pool.
+        dtype: of the engine.
         no_tower: why adapters of the vision tower cannot be served; ``None`` if they can.
+        eight_bits: whether the slots hold e4m3 numbers, to which factors are rounded.
     """
 
     model: nn.Module
@@ -46,9 +48,10 @@ class AdapterBuilder:
     backend: _sgl.BaseLoRABackend
     dtype: torch.dtype
     no_tower: str | None = None
+    eight_bits: bool = False
 
     def read(self, adapter_id: str, directory: Path) -> LoRAAdapter:
-        """SGLang's ``LoRAAdapter`` with the weights stacked, in the pool's dtype; its ``report`` says what was found.
+        """SGLang's ``LoRAAdapter``, the weights stacked, in the engine's dtype; its ``report`` says what was found.
 
         Raises:
             AdapterError: the files are wrong, or do not fit the base model.
@@ -58,7 +61,9 @@ class AdapterBuilder:
         modules = {name: pair for name, pair in weights.modules.items() if not is_tower(name)}
         if weights.token_rows:
             modules = {**modules, **as_lora(weights.token_rows, modules, self.model, layout)}
-        stacked = stack(modules, layout, self.dtype, weights.biases)
+        stacked, lost = stack(modules, layout, self.dtype, weights.biases), None
+        if self.eight_bits:
+            stacked, lost = in_eight_bits(stacked, layout)
         config = _sgl.LoRAConfig.from_dict(
             {
                 "peft_type": "LORA",
@@ -73,7 +78,7 @@ class AdapterBuilder:
         adapter.report = weights.report
         adapter.update_sizes = update_sizes(stacked, layout)
         adapter.output_vectors, adapter.form = stacked.vectors, weights.form
-        adapter.vectors = adapter.unmergeable = None
+        adapter.vectors, adapter.unmergeable, adapter.weights_loss = None, None, lost
         adapter.tower = self._tower({name: p for name, p in weights.modules.items() if is_tower(name)}, layout)
         for name, tensor in stacked.tensors.items():
             if is_embedding(name):

@@ -23,7 +23,7 @@ from vlora_sgl.kernels.rotary import rotate_and_store
 from vlora_sgl.lora.expert_layers import AtmmExperts
 from vlora_sgl.lora.quantised import fused, why_not_served
 from vlora_sgl.lora.vocabulary import AtmmEmbedding, AtmmLMHead
-from vlora_sgl.scaled import Scaled
+from vlora_sgl.scaled import E4M3, Scaled
 from vlora_sgl.seams import Place, Places
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
@@ -67,7 +67,7 @@ class Atmm:
             weight is not None
             and plain_weight(self)
             and weight.shape == (self.offsets[-1], self.a.shape[2])
-            and weight.dtype == self.a.dtype
+            and self.a.dtype in (weight.dtype, E4M3)
             and weight.is_contiguous()
         )
         self.scaled = fused(self.base_layer) if self.a.is_cuda and on_hopper() else None

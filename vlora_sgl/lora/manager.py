@@ -18,7 +18,7 @@ from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import ForwardBatch, LoRAConfig, LoRARef
 from vlora_sgl.combined import is_combined, parts
 from vlora_sgl.core import AdapterId, BatchPlan, InferenceMode, JsonDict, adapters_in
-from vlora_sgl.errors import ConfigError, RequestError
+from vlora_sgl.errors import AdapterError, ConfigError, RequestError
 from vlora_sgl.kernels.atmm.row_routing import Run, dense_slots, is_dense
 from vlora_sgl.lora.adapter import AdapterBuilder, engine_layout
 from vlora_sgl.lora.arrivals import Arrivals
@@ -117,13 +117,15 @@ class VLoraManager(_sgl.LoRAManager):
             RuntimeError: one of them was refused.
         """
         super().init_lora_adapters()
+        self._check_weights()
         no_tower = why_not_adapted(self.base_model, self.lora_backend.name)
         self._store = AdapterStore(
             self.loras,
             self.configs,
             self.lora_refs,
             builder=AdapterBuilder(
-                self.base_model, self.base_hf_config, self.load_config, self.lora_backend, self.dtype, no_tower
+                *(self.base_model, self.base_hf_config, self.load_config, self.lora_backend, self.dtype, no_tower),
+                self._eight_bits,
             ),
             device=self.device,
             slots=self.max_loras_per_batch,
@@ -173,7 +175,13 @@ class VLoraManager(_sgl.LoRAManager):
         return self.create_lora_update_result(success=True, error_message=report)
 
     def load_lora_weights_from_tensors(self, lora_ref: LoRARef, tensors: dict[str, torch.Tensor]) -> None:
-        """Load weights; an adapter that comes as tensors has no heads."""
+        """Load weights; an adapter that comes as tensors has no heads.
+
+        Raises:
+            AdapterError: the slots hold eight bits, and nobody has rounded these tensors to them.
+        """
+        if self._eight_bits:
+            raise AdapterError("--vlora-adapter-weights fp8 takes adapters as files, in bodies too")
         super().load_lora_weights_from_tensors(lora_ref, tensors)
         self._store.describe(self.loras[lora_ref.lora_id])
 
@@ -225,10 +233,10 @@ class VLoraManager(_sgl.LoRAManager):
         options["strict_loading"] = self.lora_strict_loading
         if self.slot_ranks:
             self._check_slot_ranks()
-            pool: PackedPool = SizedPool(self.slot_ranks, **options)
+            pool: PackedPool = SizedPool(self.slot_ranks, eight_bits=self._eight_bits, **options)
             self.lora_backend.place_slots(pool.places)
         else:
-            pool = PackedPool(experts=self._routes_rows, **options)
+            pool = PackedPool(experts=self._routes_rows, eight_bits=self._eight_bits, **options)
         seams.own("LoRAManager.memory_pool", self, pool)
         if self._routes_rows:
             self.lora_backend.most_dense = dense_slots(self.max_lora_rank)
@@ -255,6 +263,22 @@ class VLoraManager(_sgl.LoRAManager):
         self.lora_backend.marks_rows = True
         self._store.rebase()
         return vectors
+
+    @property
+    def _eight_bits(self) -> bool:
+        return self._vlora.adapter_weights == "fp8"
+
+    def _check_weights(self) -> None:
+        if not self._eight_bits:
+            return
+        if self.dtype == torch.float16:
+            # Its products with A, times the scale that makes up for larger numbers, would lie below float16's range.
+            raise ConfigError("--vlora-adapter-weights fp8 needs --dtype bfloat16 or float32")
+        if not self._routes_rows or _sgl.dense_lora_b:
+            raise ConfigError(
+                f"--vlora-adapter-weights fp8 needs --lora-backend {ROUTING_BACKEND}, and not "
+                "SGLANG_EXPERIMENTAL_LORA_OPTI"
+            )
 
     def _check_slot_ranks(self) -> None:
         asked = (self.max_loras_per_batch, self.max_lora_rank)

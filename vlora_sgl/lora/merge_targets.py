@@ -85,7 +85,7 @@ def why_not_mergeable(module: Any, folding: bool = False) -> str | None:
         folding: whether adapters are folded into FP8 weights.
     """
     if isinstance(module, ExpertLinear):
-        same = module.weight.dtype == module.a.dtype
+        same = module.a.dtype in (module.weight.dtype, E4M3)
         return None if same else f"its weight is {module.weight.dtype}, adapters are {module.a.dtype}"
     layer: Any = getattr(module, "base_layer", None)
     weight: Any = getattr(layer, "weight", None)
@@ -96,7 +96,7 @@ def why_not_mergeable(module: Any, folding: bool = False) -> str | None:
     if weight is None or weight.ndim != 2 or not weight.is_contiguous() or not weight.is_floating_point():
         return "its weight is not stored as a plain matrix"
     lora_a, _ = _buffers(module)
-    if weight.dtype != lora_a.dtype:
+    if lora_a.dtype not in (weight.dtype, E4M3):
         return f"its weight is {weight.dtype}, adapters are {lora_a.dtype}"
     if module.output_offset_cpu[-1] != weight.shape[0]:
         return "adapters cover part of its rows only"

@@ -91,7 +91,9 @@ class Merger:
         plain = [entry for entry in modules if not is_folded(entry[2])]
         folded = fold_targets([entry for entry in modules if is_folded(entry[2])], copy)
         targets = merge_targets(plain, copy, self._weights)
-        table = MergeTable(targets, biases=self._bias_targets(layers), folded=FoldTable(folded) if folded else None)
+        table = MergeTable(
+            targets, biases=self._bias_targets(layers), folded=FoldTable(folded, self._pool.dtype) if folded else None
+        )
         table.warm_up(self._pool.max_lora_rank)
         size = table.nbytes(table.groups) / 2
         logger.info(

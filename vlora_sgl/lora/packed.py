@@ -26,6 +26,7 @@ from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.lora.expert_layers import with_linears
 from vlora_sgl.lora.experts import is_expert
 from vlora_sgl.lora.slot_residency import SlotResidency
+from vlora_sgl.scaled import E4M3
 
 # The staging buffer is device memory that caches nothing: large enough for the bus to be what a load waits for.
 STAGING_BYTES = 64 << 20
@@ -119,6 +120,7 @@ class Slots:
 
     Attributes:
         A_buffer, B_buffer: by kind of module, one matrix of all slots for each layer.
+        slot_dtype: theirs. E4m3 is moved about as bytes: torch has few operations on it.
         max_lora_rank: rank of the largest slot.
         staging: on the device, shared by all loads; none loads before it is there.
     """
@@ -126,12 +128,17 @@ class Slots:
     A_buffer: dict[str, list[torch.Tensor]]
     B_buffer: dict[str, list[torch.Tensor]]
     max_lora_rank: int
-    dtype: torch.dtype
+    slot_dtype: torch.dtype
     staging: torch.Tensor
 
     def __init__(self) -> None:
         self._layouts: weakref.WeakValueDictionary[tuple[object, ...], Layout] = weakref.WeakValueDictionary()
         self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def moved_as(self) -> torch.dtype:
+        """What packed buffers and the staging buffer hold."""
+        return torch.uint8 if self.slot_dtype == E4M3 else self.slot_dtype
 
     @property
     def nbytes(self) -> int:
@@ -142,9 +149,9 @@ class Slots:
     def make_staging(self, weights: Sequence[Weight], device: torch.device) -> None:
         """Make the staging buffer, for adapters that have all of these."""
         largest = self._layout(weights, self.max_lora_rank)
-        room = max(STAGING_BYTES // self.dtype.itemsize, *(_aligned(shape.numel()) for shape in largest.shapes))
+        room = max(STAGING_BYTES // self.slot_dtype.itemsize, *(_aligned(shape.numel()) for shape in largest.shapes))
         sizes = [largest.begins[last] - largest.begins[first] for first, last in largest.pieces(room)]
-        self.staging = torch.empty(max(sizes), dtype=self.dtype, device=device)
+        self.staging = torch.empty(max(sizes), dtype=self.moved_as, device=device)
 
     def fill(self, packed: Packed, slot: int, rank: int, everything: Callable[[], set[Weight]]) -> None:
         """Fill a slot with an adapter.
@@ -165,7 +172,7 @@ class Slots:
             move.staging.copy_(buffer[move.stretch], non_blocking=True)
             spoiled.append(not_finite(move.staging))
             if move.side == "B":
-                torch.nan_to_num(move.staging, 0.0, 0.0, 0.0, out=move.staging)
+                _finite(move.staging)
             torch._foreach_copy_(move.targets, move.sources)
         if moves:
             _spoil(moves[0].targets[0], torch.stack(spoiled).any())
@@ -183,9 +190,10 @@ class Slots:
     def _part(self, weight: Weight, slot: int, rank: int) -> torch.Tensor:
         """What an adapter of this rank occupies of a slot's matrix."""
         if weight.side == "B":
-            return self.B_buffer[weight.kind][weight.layer][slot, ..., :rank]
+            return self.B_buffer[weight.kind][weight.layer][slot, ..., :rank].view(self.moved_as)
         matrix = self.A_buffer[weight.kind][weight.layer][slot]  # of experts one for each
-        return matrix[..., : rank * (matrix.shape[-2] // self.max_lora_rank), :]  # stacked projections
+        rows = rank * (matrix.shape[-2] // self.max_lora_rank)  # of stacked projections
+        return matrix[..., :rows, :].view(self.moved_as)
 
     def _layout(self, weights: Sequence[Weight], rank: int) -> Layout:
         key = (rank, *weights)
@@ -220,6 +228,7 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
         residency: whom it asks who is evicted, in place of SGLang's policy.
         ranks: the rank that every slot holds, by default all the same.
         places: index of every slot in the buffers, by default its number.
+        eight_bits: keep linears' factors in e4m3 (``lora.eight_bits``).
         options: SGLang's.
 
     Attributes:
@@ -227,6 +236,7 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
         vectors: what slots hold besides, where adapters may have more than factors.
     """
 
+    dtype: Any
     vectors: SlotTable | None = None
 
     def __init__(
@@ -235,9 +245,11 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
         ranks: Sequence[int] | None = None,
         places: Sequence[int] | None = None,
         experts: bool = False,
+        eight_bits: bool = False,
         **options: Any,
     ) -> None:
         slots = options["max_loras_per_batch"]
+        self.slot_dtype = E4M3 if eight_bits else options["dtype"]
         self.ranks: Sequence[int] = ranks or (options["max_lora_rank"],) * slots
         self.places: Sequence[int] = places or range(slots)
         self._slots = {place: slot for slot, place in enumerate(self.places)}  # the base model's comes before others'
@@ -252,11 +264,19 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
             weights = [Weight(side, kind, i) for side in "AB" for kind in self.A_buffer for i in range(self.num_layer)]
             self.make_staging(weights, next(matrix.device for layers in everything for matrix in layers))
 
+    def init_buffers(self, base_model: Any) -> None:
+        """SGLang's, in the slots' type; what it holds of the vocabulary stays in the engine's."""
+        wide, self.dtype = self.dtype, self.slot_dtype
+        super().init_buffers(base_model)
+        self.dtype = wide
+        for side in (*self._sides, self.new_embeddings_buffer) if self.slot_dtype != wide else ():
+            side.update({kind: torch.zeros_like(buffer, dtype=wide) for kind, buffer in side.items()})
+
     def state(self) -> JsonDict:
-        """For ``/server_info``: the rank of each slot, and the bytes of all on this rank."""
+        """For ``/server_info``: the rank and the type of each slot, and the bytes of all on this rank."""
         more = [*self._vocabulary, *([] if self.vectors is None else [self.vectors.table])]
         size = self.nbytes + sum(t.untyped_storage().nbytes() for t in more)
-        return {"ranks": list(self.ranks), "bytes": size}
+        return {"ranks": list(self.ranks), "bytes": size, "dtype": str(self.slot_dtype).removeprefix("torch.")}
 
     def has_room(self, rank: int, keep: Collection[AdapterId]) -> bool:
         """Whether an adapter of this rank finds a slot that is empty, or an adapter's that is not to be kept."""
@@ -295,8 +315,9 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
                         names[weight] = name
         layout = self._layout(sorted(names), adapter.config.r)
         pinned = self.pin_memory_available and self.staging.device.type != "cpu"
-        buffer = torch.zeros(layout.begins[-1], dtype=self.dtype, pin_memory=pinned)
-        views = dict(zip(layout.weights, layout.views(buffer, 0, len(layout.weights)), strict=True))
+        buffer = torch.zeros(layout.begins[-1], dtype=self.moved_as, pin_memory=pinned)
+        found = (view.view(self.slot_dtype) for view in layout.views(buffer, 0, len(layout.weights)))
+        views = dict(zip(layout.weights, found, strict=True))
 
         self._write(views, adapter, lora_modules)
         for weight, name in names.items():
@@ -354,8 +375,11 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
     @property
     def _vocabulary(self) -> list[torch.Tensor]:
         """The slots of the input embedding and the LM head."""
-        sides = (self.embedding_A_buffer, self.embedding_B_buffer, self.lm_head_A_buffer, self.lm_head_B_buffer)
-        return [buffer for side in sides for buffer in side.values()]
+        return [buffer for side in self._sides for buffer in side.values()]
+
+    @property
+    def _sides(self) -> tuple[dict[str, torch.Tensor], ...]:
+        return self.embedding_A_buffer, self.embedding_B_buffer, self.lm_head_A_buffer, self.lm_head_B_buffer
 
     def _weight(self, name: str, layer: int) -> Weight:
         return Weight("A" if "lora_A" in name else "B", self._kind(name), layer)
@@ -383,14 +407,30 @@ def kind_in_pool(name: str, target_modules: Collection[str]) -> str:
 
 
 def not_finite(values: torch.Tensor) -> torch.Tensor:
-    """Whether any of these is a NaN or an infinity: a bool on their device, after one pass that copies nothing."""
+    """Whether any of these is a NaN or an infinity: a bool on their device. Bytes are e4m3, which has NaNs alone."""
+    if values.dtype == torch.uint8:
+        return _is_nan(values).any()
     low, high = torch.aminmax(values)
     return ~torch.isfinite(low * 0 + high * 0)
 
 
+def _finite(values: torch.Tensor) -> None:
+    """Put zeros for NaNs and infinities."""
+    if values.dtype == torch.uint8:
+        values.masked_fill_(_is_nan(values), 0)
+    else:
+        torch.nan_to_num(values, 0.0, 0.0, 0.0, out=values)
+
+
+def _is_nan(numbers: torch.Tensor) -> torch.Tensor:
+    """Of e4m3 numbers as bytes."""
+    return (numbers & 0x7F) == 0x7F
+
+
 def _spoil(matrix: torch.Tensor, spoiled: torch.Tensor) -> None:
     """Put a NaN into a matrix, if ``spoiled``; nothing waits for that."""
-    matrix[0, 0] = torch.where(spoiled, torch.nan, matrix[0, 0])
+    nan = 0x7F if matrix.dtype == torch.uint8 else torch.nan
+    matrix[0, 0] = torch.where(spoiled, nan, matrix[0, 0])
 
 
 def _aligned(size: int) -> int:

@@ -378,8 +378,8 @@ class AdapterStore:
         return not self._slot_ranks or fits(ranks, self._slot_ranks)
 
     def state(self) -> dict[str, JsonDict]:
-        """Of every adapter in memory, by id: its slot (``None``: host memory only), rank, bytes, digest, and what it
-        comes with: the kind of each head, and the question it was trained with."""
+        """Of every adapter in memory, by id: its slot (``None``: host memory only), rank, bytes, digest, what rounding
+        to eight bits has lost, and what it comes with: the kind of each head, and the question it was trained with."""
         assert self._pool is not None
         return {
             uid: {
@@ -389,6 +389,7 @@ class AdapterStore:
                 "digest": adapter.report.digest,
                 "heads": {name: head.kind for name, head in self.described[uid].heads.items()},
                 "prompt": self.described[uid].description.prompt,
+                "weights_loss": getattr(adapter, "weights_loss", None),
                 "tower_rank": None if (tower := tower_of(adapter)) is None else tower.rank,
             }
             for uid, adapter in self._adapters.items()

@@ -138,7 +138,7 @@ class Tower(Slots):
         copy: str | None,
     ) -> None:
         super().__init__()
-        self.model, self.dtype, self.device = model, dtype, device
+        self.model, self.dtype, self.slot_dtype, self.device = model, dtype, dtype, device
         self._slots, self._copy = rows.slots, copy
         self._paths = {name: path for name, path in layout.paths.items() if is_tower(name)}
         encoder = encoder_of(model)

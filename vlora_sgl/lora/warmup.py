@@ -43,6 +43,7 @@ class Linear:
             one's.
         bias: what is added with it, if anything.
         vectors: its slots' vectors, where adapters may have any.
+        dtype: of its inputs.
     """
 
     a: torch.Tensor
@@ -51,6 +52,8 @@ class Linear:
     ends: tuple[str, ...]
     bias: torch.Tensor | None
     vectors: torch.Tensor | None = None
+
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -74,7 +77,8 @@ def wrapped_linears(manager: Any) -> list[Linear]:
                 ends = ("grouped_expand", "grouped_write") if module.fusible else ("grouped_expand",)
                 if getattr(module, "deferred", None) is not None:
                     ends = ("grouped_silu",)
-                linear = Linear(module.a, module.b, module.offsets, ends, module.own_bias, module.vectors)
+                slots = module.a, module.b, module.offsets
+                linear = Linear(*slots, ends, module.own_bias, module.vectors, manager.dtype)
                 found.setdefault(linear.key, linear)
     return list(found.values())
 
@@ -124,7 +128,7 @@ def _routing(slots: int, pairs: int, block: int, places: Sequence[int], device: 
 
 def _compile(linear: Linear, routing: Routing, tiles: Iterable[Tiles], compiler: _Compiler) -> None:
     a, b, offsets = linear.a, linear.b, linear.offsets
-    x, y = a.new_empty((ROWS, a.shape[2])), a.new_empty((ROWS, offsets[-1]))
+    x, y = (a.new_empty((ROWS, width), dtype=linear.dtype) for width in (a.shape[2], offsets[-1]))
     for each in tiles:
         bias = linear.bias if each.end == "grouped_write" else None  # what accumulates finds the bias in y
         vectors = None

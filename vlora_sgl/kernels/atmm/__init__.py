@@ -63,7 +63,8 @@ def atmm(
     Args:
         y: [M, >= N] output rows of the base layer. Changed in place.
         x: [M, K] input rows, of y's dtype (float16, bfloat16 or float32).
-        a: [S, C * R, K] A of every pool slot; a slot of rank r keeps its C parts in the first C * r rows.
+        a: [S, C * R, K] A of every pool slot; a slot of rank r keeps its C parts in the first C * r rows. Both factors
+            are of x's dtype, or both e4m3 (``lora.eight_bits``).
         b: [S, N, R] B of every pool slot; a slot of rank r keeps it in the first r columns. Slots of unequal sizes are
             views that overlap (``lora.pool``); ``routing.places`` then says where in S a slot begins.
         routing: which slots apply to which rows, and the slots' ranks and scalings.

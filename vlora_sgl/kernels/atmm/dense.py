@@ -50,8 +50,11 @@ def _low_step(
         column = k % RP
         ptrs = b_ptrs + offset[None, :]
         lane = tl.max_constancy(column // 8 * 8 < rank, [8]) & (column < R)
+        EIGHT_BITS: tl.constexpr = b_ptrs.dtype.element_ty.primitive_bitwidth == 8
+        if CUT and EIGHT_BITS:
+            lane = column < rank
         b_tile = tl.load(ptrs, mask=col_live & lane[None, :], other=0.0)
-        if CUT:
+        if CUT and not EIGHT_BITS:
             b_tile = tl.where((column < rank)[None, :], b_tile, 0.0).to(b_ptrs.dtype.element_ty)
         low = tl.load(
             h_ptrs + (at * (C * RP))[None, :], mask=row_live & (rank != 0)[None, :], other=0.0, cache_modifier=".cg"

@@ -20,6 +20,7 @@ from vlora_sgl.kernels.atmm import activation, dense, grouped, rotated
 from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_SLOTS, Routing, Vectors
 from vlora_sgl.kernels.devices import ARRIVALS, arrivals, early, is_hopper, shared_memory
 from vlora_sgl.kernels.tiling import Tile, TilingTable, pack, table_for
+from vlora_sgl.scaled import E4M3
 
 MAX_PARTS = 4
 BOUNDS = ("O1", "O2", "O3", "O4")
@@ -56,7 +57,8 @@ def tiles_of(end: str, a: torch.Tensor, b: torch.Tensor, routing: Routing, table
     (_, n, r), (_, low, k) = b.shape, a.shape
     pairs = 1 if routing.tile_slots is None else routing.tile_slots.shape[1]
     slots = routing.active_most if end in ("linear", "expand") else routing.slots
-    return _resolve(table or table_for(b.device.index), end, (n, k, r, routing.rows, slots), low // r, pairs, b.dtype)
+    dtype = torch.bfloat16 if b.dtype == E4M3 else b.dtype  # eight bits are multiplied as sixteen
+    return _resolve(table or table_for(b.device.index), end, (n, k, r, routing.rows, slots), low // r, pairs, dtype)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -190,7 +192,7 @@ def check(
     n = b.shape[1]
     if y.shape[0] != routing.rows or y.shape[1] < n:
         raise ValueError(f"y must be [{routing.rows}, >= {n}], got {tuple(y.shape)}")
-    _check_layout("y", y, x)
+    _check_layout("y", y, x.dtype)
     if vectors is not None:
         slots = vectors.slots
         if slots.shape != (routing.slots, 2, n) or slots.stride()[1:] != (n, 1) or slots.dtype != torch.float32:
@@ -213,15 +215,16 @@ def check_inputs(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Rou
         raise ValueError(f"a must be [>= {wanted}, {parts} * {r}, K], got {tuple(a.shape)}, b {tuple(b.shape)}")
     if offsets[0] != 0 or offsets[-1] != n or list(offsets) != sorted(offsets):
         raise ValueError(f"offsets must rise from 0 to {n}, got {tuple(offsets)}")
-    for name, tensor in (("x", x), ("a", a), ("b", b)):
-        _check_layout(name, tensor, x)
+    factors = E4M3 if a.dtype == E4M3 else x.dtype
+    for name, tensor, dtype in (("x", x, x.dtype), ("a", a, factors), ("b", b, factors)):
+        _check_layout(name, tensor, dtype)
 
 
-def _check_layout(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+def _check_layout(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if tensor.stride(-1) != 1:
         raise ValueError(f"{name} must be contiguous along its last dimension, got strides {tensor.stride()}")
-    if tensor.dtype != x.dtype:
-        raise ValueError(f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, as what it goes with, got {tensor.dtype}")
 
 
 def _dense_shrink(

@@ -6,10 +6,10 @@ They compute `y[t] += sum_j g[t, j] * (x[t] A_j^T) B_j^T` over adapters j that d
 rows, ``grouped.py`` for many rows or many slots.
 
 Letters, everywhere in this package: ``x`` [M, K] input rows, ``w`` [N, K] base weight, ``y`` [M, N] output rows,
-``a`` [S, C * R, K] and ``b`` [S, N, R] the S pool slots of adapter weights, ``h`` the low-rank intermediate, C stacked
-projections (qkv: 3, gate_up: 2) whose output columns are ``[o[c], o[c + 1])``. A slot of rank r <= R keeps its C parts
-at ``a[s, c * r : (c + 1) * r]`` and ``b[s, :, :r]``; whatever lies beyond is never read. RP is R rounded up to a power
-of two that ``tl.dot`` takes (16 or more).
+``a`` [S, C * R, K] and ``b`` [S, N, R] the S pool slots of adapter weights (x's type, or e4m3), ``h`` the low-rank
+intermediate, C stacked projections (qkv: 3, gate_up: 2) whose output columns are ``[o[c], o[c + 1])``. A slot of rank
+r <= R keeps its C parts at ``a[s, c * r : (c + 1) * r]`` and ``b[s, :, :r]``; whatever lies beyond is never read. RP
+is R rounded up to a power of two that ``tl.dot`` takes (16 or more).
 
 Split-K partials are summed by the last program to arrive, in a fixed order: results are repeatable bit for bit.
 """
@@ -49,7 +49,14 @@ def _locate(t, BN: tl.constexpr, O1: tl.constexpr, O2: tl.constexpr, O3: tl.cons
 
 @triton.jit
 def _dot(left, right, acc):
-    """float32 accumulation; float32 operands are multiplied as such, not rounded to tf32."""
+    """float32 accumulation; float32 operands are multiplied as such, not rounded to tf32.
+
+    Factors in e4m3 are multiplied in the type of what they meet, which has all their numbers.
+    """
+    if left.dtype.primitive_bitwidth < right.dtype.primitive_bitwidth:
+        left = left.to(right.dtype)
+    elif right.dtype.primitive_bitwidth < left.dtype.primitive_bitwidth:
+        right = right.to(left.dtype)
     return tl.dot(left, right, acc, input_precision="ieee")
 
 
@@ -86,8 +93,11 @@ def _load_b(b_ptrs, b_slot, word, col_live, k, R: tl.constexpr, CUT: tl.constexp
     rank = word >> 16
     lane = (k // 8 * 8 < rank) & (k < R)
     ptrs = b_ptrs + (word & 0xFFFF).to(tl.int64) * b_slot
+    EIGHT_BITS: tl.constexpr = ptrs.dtype.element_ty.primitive_bitwidth == 8  # there is no select of such numbers
+    if CUT and EIGHT_BITS:
+        lane = k < rank
     tile = tl.load(ptrs, mask=col_live & lane[None, :], other=0.0)
-    if CUT:
+    if CUT and not EIGHT_BITS:
         tile = tl.where((k < rank)[None, :], tile, 0.0).to(ptrs.dtype.element_ty)
     return tile
 

@@ -93,7 +93,7 @@ def atmm_torch(
     offsets: Sequence[int],
     vectors: Vectors | None = None,
 ) -> torch.Tensor:
-    """ATMM in place on ``y`` with one pair of matmuls per group, slot and projection, in the tensors' own dtype.
+    """ATMM in place on ``y`` with one pair of matmuls per group, slot and projection, in x's dtype.
 
     Rows that have vectors are computed in float32, as the kernels compute them.
     """
@@ -131,7 +131,8 @@ def _add_pairs(
     """Add to these rows of ``y`` what all of their pairs do to the rows ``picked`` of x."""
     for slot, weight in pairs:
         r, place = routing.ranks[slot], routing.places[slot]
-        low = picked @ a[place, : r * (len(offsets) - 1)].T * (weight * routing.scalings[slot])
+        own = a[place, : r * (len(offsets) - 1)].to(picked.dtype), b[place, :, :r].to(picked.dtype)
+        low = picked @ own[0].T * (weight * routing.scalings[slot])
         for c in range(len(offsets) - 1):
-            delta = low[:, c * r : (c + 1) * r] @ b[place, offsets[c] : offsets[c + 1], :r].T
+            delta = low[:, c * r : (c + 1) * r] @ own[1][offsets[c] : offsets[c + 1]].T
             y[rows, offsets[c] : offsets[c + 1]] += delta

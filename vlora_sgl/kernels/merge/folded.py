@@ -118,6 +118,8 @@ def _updated(
         b_tile = tl.load(
             b + rows[:, None] * b_row + s[None, :], mask=(rows[:, None] < n) & (s[None, :] < rank), other=0.0
         )
+        if a.dtype.element_ty.primitive_bitwidth == 8:  # products of such numbers would be summed in fewer bits
+            a_tile, b_tile = a_tile.to(tl.bfloat16), b_tile.to(tl.bfloat16)
         if block == 0:
             acc = tl.dot(b_tile, a_tile, input_precision=PRECISION)
         else:
@@ -202,17 +204,18 @@ class FoldTable:
 
     Args:
         targets: at least one, on one device, with pools of one type.
+        dtype: of the engine, by default that of the pools.
 
     Raises:
         ValueError: they are not.
     """
 
-    def __init__(self, targets: Sequence[FoldTarget]) -> None:
+    def __init__(self, targets: Sequence[FoldTarget], dtype: torch.dtype | None = None) -> None:
         if len({(t.weight.weight.device, t.lora_a.dtype) for t in targets}) != 1:
             raise ValueError("a fold table needs at least one target, all on one device and with pools of one type")
         self.targets = tuple(targets)
         self.groups = frozenset(t.group for t in targets)
-        self.device, self.dtype = targets[0].weight.weight.device, targets[0].lora_a.dtype
+        self.device, self.dtype = targets[0].weight.weight.device, dtype or targets[0].lora_a.dtype
         self._table = torch.tensor([self._row(t) for t in targets], dtype=torch.int64, device=self.device)
         self._tiles: dict[tuple[frozenset[str], bool], torch.Tensor] = {}
 

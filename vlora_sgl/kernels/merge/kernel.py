@@ -22,6 +22,7 @@ import triton.language as tl
 
 from vlora_sgl.kernels.devices import shared_memory
 from vlora_sgl.kernels.merge.folded import FoldTable, FoldTarget
+from vlora_sgl.scaled import E4M3
 
 COLUMNS = 12  # int64 words of the table per target; the kernel names them
 
@@ -36,8 +37,8 @@ class MergeTarget:
         weight: ``W``, ``[N, K]``, rows contiguous; written in place.
         base_weights: ``W0``, ``[N, K]`` contiguous, of the weight's type; on the weight's device or in pinned host
             memory.
-        lora_a: the module's A pool, ``[slots, slices * max_rank, K]``; an adapter of rank r holds slice i in the rows
-            ``[i * r, (i + 1) * r)`` of its slot.
+        lora_a: the module's A pool, ``[slots, slices * max_rank, K]``, of the weight's type or e4m3; an adapter of
+            rank r holds slice i in the rows ``[i * r, (i + 1) * r)`` of its slot.
         lora_b: the rows of the module's B pool that belong to this slice, ``[slots, N, max_rank]``.
         slice_index: i above.
         factors: the rows of the module's factors that belong to this slice, ``[slots, N]`` float32 (DoRA's
@@ -62,9 +63,11 @@ class MergeTarget:
                 f"{self.name}: weight {(n, k)} does not go with base weights {tuple(self.base_weights.shape)}, "
                 f"A pool {tuple(self.lora_a.shape)}, B pool {tuple(self.lora_b.shape)}"
             )
-        if {self.base_weights.dtype, self.lora_a.dtype, self.lora_b.dtype} != {self.weight.dtype}:
+        pools = {self.lora_a.dtype, self.lora_b.dtype}
+        if self.base_weights.dtype != self.weight.dtype or pools not in ({self.weight.dtype}, {E4M3}):
             raise ValueError(
-                f"{self.name}: weight, copy of the base weights and pools must have one type, {self.weight.dtype}"
+                f"{self.name}: weight, copy of the base weights and pools must have one type, {self.weight.dtype}, or "
+                f"pools e4m3"
             )
         strides = (
             self.weight.stride(),
@@ -131,6 +134,7 @@ TILES = {
 )  # or slot 1 would be a kernel of its own, compiled at its first switch
 def _merge_kernel(
     like: tl.tensor,  # any pointer of the weights' element type; never read
+    pool_like: tl.tensor,  # and one of the pools'
     factors_like: tl.tensor,  # a float32 pointer, never read, where rows have factors; else None
     table: tl.tensor,  # [targets, COLUMNS] int64
     tiles: tl.tensor,  # [programs, 2] int32: target, place within it (columns fastest)
@@ -153,6 +157,7 @@ def _merge_kernel(
     row = table + tl.load(tiles + 2 * program).to(tl.int64) * columns
     place = tl.load(tiles + 2 * program + 1)
     bytes_align: tl.constexpr = ALIGN * (like.dtype.element_ty.primitive_bitwidth // 8)
+    pool_align: tl.constexpr = ALIGN * (pool_like.dtype.element_ty.primitive_bitwidth // 8)
 
     w = tl.multiple_of(tl.load(row + 0).to(like.dtype), bytes_align)
     w0 = tl.multiple_of(tl.load(row + 1).to(like.dtype), bytes_align)
@@ -172,11 +177,12 @@ def _merge_kernel(
         b_slot = tl.multiple_of(tl.load(row + 7), ALIGN)
         b_row = tl.multiple_of(tl.load(row + 8).to(tl.int32), ALIGN)
         first = tl.load(row + 9) * rank
-        a = tl.multiple_of(tl.load(row + 2).to(like.dtype), bytes_align) + slot * a_slot + first * k
-        b = tl.multiple_of(tl.load(row + 3).to(like.dtype), bytes_align) + slot * b_slot
+        a = tl.multiple_of(tl.load(row + 2).to(pool_like.dtype), pool_align) + slot * a_slot + first * k
+        b = tl.multiple_of(tl.load(row + 3).to(pool_like.dtype), pool_align) + slot * b_slot
         # Rows of the slot past the adapter's rank hold what an earlier, wider adapter left: mask both sides.
         r = tl.arange(0, BLOCK_R)
         a_tile = tl.load(a + r[:, None] * k + cols[None, :], mask=(r[:, None] < rank) & (cols[None, :] < k), other=0.0)
+        a_tile = a_tile.to(like.dtype.element_ty)
         # The compiler turns this loop's loads into asynchronous copies, STAGES deep: W streams while the product runs.
         for _ in tl.range(0, STEPS, num_stages=STAGES):
             inside = (rows[:, None] < n) & (cols[None, :] < k)
@@ -186,7 +192,7 @@ def _merge_kernel(
             )
             # It passes through once: keep it from pushing A and B out of L2.
             base = tl.load(w0 + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
-            acc = tl.dot(b_tile, a_tile, input_precision=PRECISION)
+            acc = tl.dot(b_tile.to(like.dtype.element_ty), a_tile, input_precision=PRECISION)
             for block in tl.static_range(1, RANK_BLOCKS):
                 s = block * BLOCK_R + r
                 a_more = tl.load(
@@ -195,6 +201,7 @@ def _merge_kernel(
                 b_more = tl.load(
                     b + rows[:, None] * b_row + s[None, :], mask=(rows[:, None] < n) & (s[None, :] < rank), other=0.0
                 )
+                a_more, b_more = a_more.to(like.dtype.element_ty), b_more.to(like.dtype.element_ty)
                 acc = tl.dot(b_more, a_more, acc, input_precision=PRECISION)
             merged = base.to(tl.float32) + scaling * acc
             if factors_like is not None:
@@ -211,7 +218,7 @@ class MergeTable:
         targets: every mergeable matrix; order is free, targets of one group are best adjacent.
         tile: how the work is cut; the one of ``TILES`` when left out.
         biases: what merges of adapters with vectors shift.
-        folded: the FP8 targets, with pools of the targets' type; the targets may then be none.
+        folded: the FP8 targets, of an engine of the targets' type; the targets may then be none.
 
     Raises:
         ValueError: no targets, or targets on several devices or of several types.
@@ -226,7 +233,7 @@ class MergeTable:
     ) -> None:
         kinds = {(t.weight.device, t.weight.dtype) for t in targets}
         kinds |= set() if folded is None else {(folded.device, folded.dtype)}
-        if len(kinds) != 1:
+        if len(kinds) != 1 or len({t.lora_a.dtype for t in targets}) > 1:
             raise ValueError("a merge table needs at least one target, all on one device and of one type")
         self.targets, self.biases, self.folded = tuple(targets), tuple(biases), folded
         self._shifted = False
@@ -248,9 +255,12 @@ class MergeTable:
     def _common_alignment(self) -> int:
         """The largest power of two of elements, at most 16 bytes, dividing all addresses and strides."""
         size = self.dtype.itemsize
+        pool = self.targets[0].lora_a.itemsize if self.targets else size
         align = 16 // size
         while align > 1 and any(
-            any(address % (align * size) for address in row[:4]) or any(stride % align for stride in row[5:9])
+            any(address % (align * size) for address in row[:2])
+            or any(address % (align * pool) for address in row[2:4])
+            or any(stride % align for stride in row[5:9])
             for row in self._rows
         ):
             align //= 2
@@ -367,6 +377,7 @@ class MergeTable:
         rank_blocks = triton.cdiv(rank, block_r)
         _merge_kernel[(tiles.shape[0],)](
             self.targets[0].weight,
+            self.targets[0].lora_a,
             None if vectors is None else self.targets[0].factors,
             self._table,
             tiles,

@@ -1,0 +1,95 @@
+"""Slots of e4m3 numbers, in every kernel that reads slots: against float64, under the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.test_atmm import check, make_case, tiles, torch_own
+from tests.support.interpreter import CUDA, DEVICE, kernels, passed_interpreted, starter
+from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, atmm_silu_and_mul, atmm_silu_reference
+from vlora_sgl.kernels.merge import MergeTable, MergeTarget
+from vlora_sgl.scaled import E4M3
+
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+
+
+def eight_bits(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """To e4m3, where each NaN stays one."""
+    return [tensor.to(E4M3) for tensor in tensors]
+
+
+def case(shape: str, routing: str, dense: bool) -> Any:
+    """As ``make_case``, with slots in e4m3, and the same numbers in the engine's type."""
+    x, w, bias, a, b, *rest = make_case(shape, routing, DTYPE, dense)
+    a8, b8 = eight_bits(a, b)
+    return x, w, bias, a8, b8, a8.to(DTYPE), b8.to(DTYPE), rest
+
+
+@kernels
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "routing"),
+    [
+        ("qkv-unequal-odd-ranks", "gates-per-row"),
+        ("gate-up-ragged", "two-slots-a-row"),
+        ("ranks-of-whole-groups", "base-rows-and-empty-segment"),
+        ("more-slots-than-a-step-may-use", "one-row"),
+    ],
+)
+def test_kernel_of_base_and_adapters(shape: str, routing: str, dense: bool) -> None:
+    x, w, bias, a8, b8, a, b, (groups, ranks, scalings, offsets, route) = case(shape, routing, dense)
+    base = torch.nn.functional.linear(x, w, bias)
+    given = base.cpu(), x.cpu(), a.cpu(), b.cpu()
+    exact = atmm_reference(*given, groups, ranks, scalings, offsets)
+    own = torch_own(base, x, a, b, groups, ranks, scalings, offsets).cpu()
+    out = atmm_linear(x, w, bias, a8, b8, route, offsets, tiles(2))
+    check(out.cpu(), exact, own)
+    check(atmm(base.clone(), x, a8, b8, route, offsets, tiles(1)).cpu(), exact, own)
+
+
+@kernels
+def test_kernel_of_the_activation() -> None:
+    x, w, bias, a8, b8, a, b, (groups, ranks, scalings, offsets, route) = case(
+        "gate-up-ragged", "two-slots-a-row", False
+    )
+    y = torch.nn.functional.linear(x, w, bias)
+    exact = atmm_silu_reference(y.cpu(), x.cpu(), a.cpu(), b.cpu(), groups, ranks, scalings, offsets)
+    gate, up = torch_own(y, x, a, b, groups, ranks, scalings, offsets).chunk(2, -1)
+    own = torch.nn.functional.silu(gate) * up
+    check(atmm_silu_and_mul(y.clone(), x, a8, b8, route, offsets, tiles(1)).cpu(), exact, own.cpu())
+
+
+@kernels
+@pytest.mark.parametrize("rank", [16, 5])
+def test_kernel_of_a_merge(rank: int) -> None:
+    n, k, most = 40, 48, 32
+    torch.manual_seed(rank)
+    base = torch.randn(n, k, device=DEVICE, dtype=DTYPE)
+    a, b = torch.full((2, most, k), torch.nan), torch.full((2, n, most), torch.nan)
+    a[1, :rank], b[1, :, :rank] = torch.randn(rank, k), torch.randn(n, rank)
+    a8, b8 = (one.to(DEVICE) for one in eight_bits(a, b))
+    weight = base.clone()
+    table = MergeTable([MergeTarget("m", "g", weight, base.clone(), a8, b8)])
+    table.merge(["g"], slot=1, rank=rank, scaling=0.5)
+    exact = base.double() + 0.5 * b8[1, :, :rank].double() @ a8[1, :rank].double()
+    assert (exact - base.double()).abs().max() > 1
+    assert (weight.double() - exact).abs().max() <= 8 * torch.finfo(DTYPE).eps * exact.abs().max()
+    table.restore(["g"])
+    assert torch.equal(weight, base)
+
+
+@starter
+def test_kernels_interpreted() -> None:
+    assert passed_interpreted(__file__) == 11
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_the_operator_on_a_cpu(dense: bool) -> None:
+    x, w, bias, a8, b8, a, b, (*_, offsets, route) = case("qkv-unequal-odd-ranks", "two-slots-a-row", dense)
+    expected = atmm_linear(x, w, bias, a, b, route, offsets)
+    assert torch.equal(atmm_linear(x, w, bias, a8, b8, route, offsets), expected)
+    with pytest.raises(ValueError, match=r"b must be torch\.float8_e4m3fn"):
+        atmm_linear(x, w, bias, a8, b, route, offsets)
