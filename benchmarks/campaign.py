@@ -136,6 +136,13 @@ JOBS = (
         cards=2,
         figures=("scale.tp2.",),
     ),
+    Job(
+        "fp8-step",
+        f"{KERNELS}.bench_step --quantization fp8 --skip off_triton stock slots64 each16 --limit 290 "
+        "--rows {out}/fp8.json",
+        300,
+        figures=("fp8.",),
+    ),
     Job("step", f"{KERNELS}.bench_step --attention triton --limit 290", 300, figures=("atmm.model.",)),
     Job("default-step", f"{KERNELS}.bench_step --limit 290", 300, figures=("default.",)),
     Job("default-long", f"{KERNELS}.bench_step --input 3072 --limit 470", 480, figures=("default.long.",)),

@@ -16,6 +16,8 @@ medians over the rounds. Nothing is merged: every adapter row goes through the o
 what 32 adapters of rank 16, one a row of 64 slots, add to a step, over the time that reading them takes at the rate of
 a device copy.
 
+``e4m3`` is eight adapters of rank 64 in eight bits (``--vlora-adapter-weights fp8``).
+
 ``--forms`` times what is more than plain LoRA instead: rows of two and of four of the eight adapters, eight DoRA
 adapters, and beside them, with ``--before``, plain adapters and base rows by another checkout of this repository.
 ``plain_step_change`` is the largest difference of those from this tree's, over LoRA off; positive is slower. Set
@@ -59,7 +61,7 @@ VLLM_ENGINE = Path(__file__).with_name("vllm_engine.py")
 # Engine -> rank of its adapters, 0 for no LoRA. Those of one phase run side by side; the first one stays.
 PHASES: tuple[dict[str, int], ...] = (
     {"off": 0, "off_triton": 0, "ours": 64, "apart": 64, "merged": 64, "stock": 64, "vllm": 64},
-    {"ours16": 16, "slots64": 64, "each16": 16},
+    {"ours16": 16, "slots64": 64, "each16": 16, "e4m3": 64},
 )
 FORMS: dict[str, int] = {"off": 0, "forms": 64, "dora": 64, "before": 64}
 CASES = {
@@ -72,6 +74,7 @@ CASES = {
     "ours16": ("base", "eight"),
     "slots64": ("eight",),
     "each16": ("each",),
+    "e4m3": ("eight",),
     "vllm": ("base", "eight"),
     "forms": ("base", "one", "eight", "combined2", "combined4"),
     "dora": ("eight",),
@@ -95,6 +98,8 @@ FIGURES = {
     "prefill8": ("ours", "eight", "prefill"),
     "prefill8_r16": ("ours16", "eight", "prefill"),
 }
+# Of adapters in eight bits.
+EIGHT_BITS_FIGURES = {"decode8": ("e4m3", "eight", "step"), "prefill8": ("e4m3", "eight", "prefill")}
 # Figure over vLLM's engine -> (case of ours and of its, what is timed).
 VLLM_FIGURES = {"decode8_vs_vllm": ("eight", "step"), "prefill_base_vs_vllm": ("base", "prefill")}
 # Figure -> (engine, case) of a step over that of another.
@@ -172,8 +177,10 @@ def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
             run_scheduler_process_func = processes.WithEnvironment(run_scheduler)
 
         mode = "merged" if name.startswith("merged") else "unmerged"
+        weights = "fp8" if name == "e4m3" else "auto"
         # These adapters are random, and so is what folding them into quantised weights loses.
-        return Ours(vlora=VLoraArgs(mode=mode, fast_paths=args.fast_paths, merge_tolerance=1e9), **options)
+        loose = VLoraArgs(mode=mode, fast_paths=args.fast_paths, merge_tolerance=1e9, adapter_weights=weights)
+        return Ours(vlora=loose, **options)
     stock: dict[str, Any] = {"lora_backend": "csgmv"} if rank and not tiny else {}
     stock |= {"lora_use_virtual_experts": True} if name == "stock16" and not tiny else {}
     return build_stock_engine(**stock, **options)
@@ -353,7 +360,7 @@ def ratios(rows: list[dict[str, Any]], phase: int) -> dict[str, float]:
     found = {(row["engine"], row["case"]): row for row in rows if row["phase"] == phase}
     offs = [found[name, "base"] for name in ("off", "off_triton") if (name, "base") in found]
     off = {what: min(row[what] for row in offs) for what in ("prefill_ms", "step_ms")} if offs else None
-    wanted = dict(FIGURES)
+    wanted = dict(FIGURES) | {f"e4m3_{name}": case for name, case in EIGHT_BITS_FIGURES.items()}
     wanted |= {f"stock_{case}": ("stock", case, "step") for case in CASES["stock"]}
     wanted |= {"stock_prefill8": ("stock", "eight", "prefill"), "slots64": ("slots64", "eight", "step")}
     over = {
@@ -476,6 +483,11 @@ def write_figures(figures: dict[str, float], args: argparse.Namespace, card: str
     known = {*(f"{name}_over_off" for name in FIGURES), SLOTS_FIGURE, BYTES_FIGURE, *VLLM_FIGURES}
     for name in sorted(figures.keys() & {*FORM_FIGURES, CHANGE_FIGURE}):
         record(f"formats.{name}", figures[name], "ratio", False, card=card, summary=args.summary)
+    on = ".fp8_base" if args.quantization else ""
+    for name in EIGHT_BITS_FIGURES if args.tp == 1 else ():
+        if (over := figures.get(f"e4m3_{name}_over_off")) is not None:
+            full = f"fp8.adapters.{SHAPES[args.shape].figure}{name}_over_off{on}{suffix}"
+            record(full, over, "ratio", False, card=card, summary=args.summary)
     for name in sorted(figures.keys() & known):
         full = f"{prefix}.{SHAPES[args.shape].figure}{name}{suffix}"
         record(full, figures[name], "ratio", False, card=card, summary=args.summary)

@@ -91,9 +91,13 @@ def scene_cases(per_type: int, seed: int) -> dict[str, list[tuple[list[Image.Ima
 
 
 class Reference:
-    """An adapter and its heads by transformers + PEFT, float32."""
+    """An adapter and its heads by transformers + PEFT, float32.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        directory: of the adapter's factors, where they are not the shipped ones.
+    """
+
+    def __init__(self, name: str, directory: Path | None = None) -> None:
         from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
         self.processor = AutoProcessor.from_pretrained(tiny.path(), use_fast=False)
@@ -101,7 +105,7 @@ class Reference:
         self.config = model.config
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.heads = load_heads(tiny.adapters()[name], model.config.text_config.hidden_size, device)
-        self.model = load_adapter(model.to(device), tiny.adapters()[name])
+        self.model = load_adapter(model.to(device), directory or tiny.adapters()[name])
 
     def right(self, examples: list[Example]) -> list[bool]:
         """Whether the decoded answer is exact, per example."""
