@@ -7,8 +7,8 @@ The model's decoder is quantised to FP8, with a scale for each row or for 128 x 
 those weights (transformers and PEFT on what they mean), and folded into them as the engine's reference folds. The
 figure is the most that an adapter loses, in points; the losses that the engine would show are printed beside it.
 
-With ``--adapters`` the model is as it is, and an adapter answers with its own factors and with those that a server with
-``--vlora-adapter-weights fp8`` has; its heads too.
+With ``--adapters`` the model is as it is, and an adapter answers with its own factors and with those that a server
+with ``--vlora-adapter-weights fp8`` has; its heads too.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measure(name: str, data: Path, blocks: bool, every: int = 1) -> tuple[float,
 
 
 def measure_adapter(name: str, data: Path) -> list[float]:
-    """Points that rounding an adapter's factors costs: of its answers, and of each head's, by the head's own metric."""
+    """Points that rounding an adapter's factors costs: of its answers, and of each head by its own metric."""
     examples = read_jsonl(data / "test.jsonl")
     own = Reference(name)
     other = Reference(name, rounded(tiny.adapters()[name], tiny.path(), data / "rounded", torch.float32))

@@ -11,18 +11,21 @@ import torch
 from tests.conftest import TinyModel
 from tests.support.eight_bits import rounded
 from tests.support.engine_runs import EngineProcess
-from tests.support.modes import Expected, ask, check_all, engine_options, expected_answers
+from tests.support.modes import THREE, TWO, Expected, ask, check_all, engine_options, expected_answers
 from vlora_sgl.platforms.cpu import is_plain_cpu
 from vlora_sgl.server_args import VLoraArgs
 
 pytestmark = pytest.mark.e2e
 NAMES = ("all", "attention", "mlp", "vocabulary")
-BATCHES: list[list[str | None]] = [["all", "all"], ["mlp", "all", "attention", None, "vocabulary"], [None, "mlp"]]
+BATCHES: list[list[str | None]] = [
+    *(["all", "all"], ["mlp", "all", "attention", None, "vocabulary", "dora"]),
+    *([TWO, None, "mlp", THREE], ["dora", "attention"]),
+]
 
 
 @pytest.fixture(scope="module")
-def given(mode_adapters: dict[str, Path]) -> dict[str, Path]:
-    return {name: mode_adapters[name] for name in NAMES}
+def given(mode_adapters: dict[str, Path], form_adapters: dict[str, Path]) -> dict[str, Path]:
+    return {**{name: mode_adapters[name] for name in NAMES}, "dora": form_adapters["dora"]}
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +33,8 @@ def expected_of_rounded(
     tiny_model: TinyModel, given: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str | None, Expected]:
     folder, dtype = tmp_path_factory.mktemp("rounded"), torch.float32 if is_plain_cpu() else torch.bfloat16
-    return expected_answers(
-        tiny_model.path, {name: rounded(path, tiny_model.path, folder / name, dtype) for name, path in given.items()}
-    )
+    made = {name: rounded(path, tiny_model.path, folder / name, dtype) for name, path in given.items()}
+    return expected_answers(tiny_model.path, made) | expected_answers(tiny_model.path, made, [TWO, THREE])
 
 
 @pytest.fixture(scope="module")

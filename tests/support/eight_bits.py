@@ -17,7 +17,8 @@ from vlora_sgl.lora.stacking import stack
 def rounded(adapter: Path, model: Path, out: Path, dtype: torch.dtype) -> Path:
     """Write the adapter of an engine that computes in ``dtype`` to ``out``."""
     layout = BaseLayout.from_directory(model)
-    found, lost = in_eight_bits(stack(read_adapter(adapter, layout).modules, layout, dtype), layout)
+    modules = read_adapter(adapter, layout).modules
+    found, lost = in_eight_bits(stack(modules, layout, dtype), layout)
     assert lost > 0.01, "rounding changes it"
     tensors, names = {}, []
     for key, tensor in found.tensors.items():
@@ -26,7 +27,11 @@ def rounded(adapter: Path, model: Path, out: Path, dtype: torch.dtype) -> Path:
         on_embedding = name == "embed_tokens"
         leaf = side.replace("lora", "lora_embedding") if on_embedding else f"{side}.weight"
         tensors[f"base_model.model.{layout.paths[name]}.{leaf}"] = tensor.float().contiguous()
+    magnitudes = {name: pair.magnitude for name, pair in modules.items() if pair.magnitude is not None}
+    for name, magnitude in magnitudes.items():
+        tensors[f"base_model.model.{layout.paths[name]}.lora_magnitude_vector"] = magnitude.float()
     config = {
+        "use_dora": bool(magnitudes),
         "peft_type": "LORA",
         "r": found.rank,
         "lora_alpha": found.scale * found.rank,
