@@ -131,7 +131,8 @@ JOBS = (
     Job("tp", f"{SERVING}.bench_tp --switches --rounds 3", 200, cards=2, figures=("scale.tp2", "switch.tp2")),
     Job(
         "tp-step",
-        f"{KERNELS}.bench_step --tp 2 --skip off_triton ours16 slots64 each16 --limit 290 --rows {{out}}/tp2.json",
+        f"{KERNELS}.bench_step --tp 2 --skip off_triton ours16 slots64 each16 e4m3 --limit 290 "
+        "--rows {out}/tp2.json",
         300,
         cards=2,
         figures=("scale.tp2.",),

@@ -6,11 +6,11 @@ transformers + PEFT in float32 on the CPU but for near ties of the random model,
 to fewer slots than there are of them, on a stream of their own, while others run (tests/lora/test_arrivals.py,
 test_lives.py).
 ``--attention-backend`` is Triton's, FlashAttention 3 (which has bfloat16 only) or flashinfer's. ``--modes`` adds every
-inference mode, with adapters that are more than plain LoRA (DoRA, biases, activated), several as one and some on the
-vocabulary, adapters of the vision tower with graphs of the encoder, adapters whose numbers are not finite in bfloat16,
-and two tensor-parallel ranks on two cards; ``--families`` a server for a tiny model of each family (docs/models.md).
-Takes about two minutes, five with ``--modes``. Prints the card, the versions and the seconds; exits with pytest's
-status.
+inference mode, with adapters that are more than plain LoRA (DoRA, biases, activated), several as one, some on the
+vocabulary and some in eight bits, adapters of the vision tower with graphs of the encoder, adapters whose numbers are
+not finite in bfloat16, and two tensor-parallel ranks on two cards; ``--families`` a server for a tiny model of each
+family (docs/models.md). Takes about two minutes, five with ``--modes``. Prints the card, the versions and the seconds;
+exits with pytest's status.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = (
         "test_combined.py::test_combined_rows_answer_as_peft_does_in_every_mode_and_company",
         "test_vocabulary.py",
+        "test_eight_bits.py",
     )
     more = [*(f"tests/e2e/{name}" for name in (*modes, *names)), "tests/lora/test_tower.py"]
     command += more if options.modes else []
