@@ -1,11 +1,19 @@
 """Adapters in eight bits: factors of e4m3 numbers, with their scales where they cost nothing.
 
-A factor's numbers lie around 2^-7, at the lower end of e4m3 (normal numbers from 2^-6 to 448), so they need scales.
-Scales beside the numbers would be one more operand of every kernel. But an adapter can be written in many ways: a row
-of A times 2^i with the same column of B times 2^j, and its scale times 2^-(i + j), is the same adapter to the bit. So
-each row gets the powers of two that put its two factors into the middle of e4m3, all with one sum i + j, which goes
-into the adapter's scale. Then the numbers are rounded, once. What comes out is a plain adapter, whose factors happen
-to be e4m3 numbers: unmerged, merged, combined, token routed, everything applies it as any other.
+An adapter can be written in many ways, and some lose less than others when each number is rounded.
+
+- Rounding each number by a share of itself moves a product B A by that share of ``sqrt(sum_r |A_r|^2 |B_r|^2)``, a sum
+  over its rows. That is least where all rows have a part in everything: with the singular values S of B A and an
+  orthogonal T of elements that are all about as large, in ``U sqrt(S) T`` and ``T' sqrt(S) V`` it is
+  ``sum(S) / sqrt(r)``: of r equal values what the product is, of one large one 1 / sqrt(r) of that. For errors to
+  cancel they must differ, so rows of A are stretched by 1 to 2, and the columns of B shrunk by as much.
+- A factor's numbers lie around 2^-7, at the lower end of e4m3 (normal numbers from 2^-6 to 448). Scales beside them
+  would be one more operand of every kernel. But a row of A times 2^i with the same column of B times 2^j, and the
+  adapter's scale times 2^-(i + j), is the same adapter to the bit. So each row gets the powers of two that put its two
+  factors into the middle of e4m3, all with one sum i + j, which goes into the adapter's scale.
+
+Then the numbers are rounded, once. What comes out is a plain adapter, whose factors happen to be e4m3 numbers:
+unmerged, merged, combined, token routed, everything applies it as any other.
 
 With P the largest of |A_r| |B_r| over all rows r of an adapter (the largest elements of a row of A and of a column of
 B), a row whose own is p P has both largest elements at 256 sqrt(p), within a factor of two. E4m3 keeps its three bits
@@ -35,8 +43,9 @@ def in_eight_bits(adapter: StackedAdapter, layout: BaseLayout) -> tuple[StackedA
         layout: of the engine that it was stacked for.
 
     Returns:
-        The adapter, and what rounding loses: of the linears, the largest ``sqrt(a^2 + b^2)`` with a and b the relative
-        errors of A and B in Frobenius norms, which is how far an update moves in quadratic mean.
+        The adapter, and what rounding loses: how far an update moves, in quadratic mean over such errors, over its
+        size, Frobenius; of all projections the largest. Every tensor-parallel rank rounds the whole adapter, to the
+        same bits.
     """
     names = [key.removesuffix(".lora_A.weight") for key in adapter.tensors if key.endswith(".lora_A.weight")]
     linears = {name: _Linear(adapter, name, layout) for name in names if not is_embedding(name)}
@@ -53,8 +62,33 @@ def in_eight_bits(adapter: StackedAdapter, layout: BaseLayout) -> tuple[StackedA
     return replace(adapter, scale=math.ldexp(adapter.scale, -shared), tensors=tensors), lost
 
 
+def spread(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors [r, K] and [N, r] of ``b @ a``, float32, all of whose rows have a part in everything.
+
+    By the two Gram matrices and products with [r, r] alone: factors are long, and decompositions of them slow.
+    """
+    gram_a, gram_b = (a @ a.T).double(), (b.T @ b).double()
+    lengths, axes = torch.linalg.eigh(gram_a)
+    kept = lengths > lengths[-1] * 1e-10
+    axes, lengths = axes[:, kept], lengths[kept].sqrt()
+    squares, turned = torch.linalg.eigh(lengths[:, None] * (axes.T @ gram_b @ axes) * lengths)
+    kept = squares > squares[-1:] * 1e-12  # beside the largest singular value a millionth is nothing
+    sizes, turned = squares[kept].pow(0.25).flip(0), turned[:, kept].flip(1)
+    turn = _hartley(len(a))[: len(sizes)]
+    stretch = torch.exp2(torch.arange(len(a), dtype=torch.float64) / len(a))
+    to_a = stretch[:, None] * (turn.T @ (sizes[:, None] * (turned / lengths[:, None]).T @ axes.T))
+    to_b = axes @ (lengths[:, None] * turned / sizes) @ turn / stretch
+    return to_a.float() @ a, b @ to_b.float()
+
+
+def _hartley(size: int) -> torch.Tensor:
+    """The orthogonal matrix of the discrete Hartley transform, float64: its rows are waves, no element is large."""
+    angles = 2 * math.pi / size * torch.outer(*[torch.arange(size, dtype=torch.float64)] * 2)
+    return (angles.cos() + angles.sin()) / math.sqrt(size)
+
+
 class _Linear:
-    """The factors of one linear, projections apart: a [parts, r, K] and b [parts], each [N_c, r], float32.
+    """The factors of one linear, spread, projections apart: a [parts, r, K] and b [parts], each [N_c, r], float32.
 
     Attributes:
         largest: largest elements of the rows of A and the columns of B, [parts, r] each.
@@ -64,8 +98,9 @@ class _Linear:
         widths = [layout.shapes[part][0] for part in layout.parts_of(name)]
         a, b = (adapter.tensors[f"{name}.lora_{side}.weight"] for side in "AB")
         self.dtype, self.shape = a.dtype, a.shape
-        self.a = a.float().view(len(widths), adapter.rank, -1)
-        self.b = b.float().split(widths)
+        parts = zip(a.float().split(adapter.rank), b.float().split(widths), strict=True)
+        spread_a, self.b = zip(*(spread(*part) for part in parts), strict=True)
+        self.a = torch.stack(spread_a)
         self.largest = self.a.abs().amax(2), torch.stack([part.abs().amax(0) for part in self.b])
 
     def rounded(self, shared: int) -> tuple[tuple[torch.Tensor, torch.Tensor], float]:
@@ -74,13 +109,18 @@ class _Linear:
         # Where one of the two is zero there is nothing to balance: the other must fit all the same.
         powers_a = torch.where(size_b > 0, ((shared + of_b - of_a) / 2).round(), HALF - of_a.ceil()).int()
         powers_b = torch.where(size_a > 0, shared - powers_a, HALF - of_b.ceil().int())
-        whole_a = torch.ldexp(self.a, powers_a[..., None])
-        whole_b = torch.cat([torch.ldexp(part, power) for part, power in zip(self.b, powers_b, strict=True)])
-        a, b = (whole.clamp(-LARGEST[E4M3], LARGEST[E4M3]).to(E4M3).float() for whole in (whole_a, whole_b))
-        lost = math.hypot(_error(a, whole_a), _error(b, whole_b))
-        return (a.view(self.shape).to(self.dtype), b.to(self.dtype)), lost
+        a, error_a = _rounded(torch.ldexp(self.a, powers_a[..., None]))
+        found, lost = [], 0.0
+        for part, whole, powers in zip(range(len(self.b)), self.b, powers_b, strict=True):
+            b, error_b = _rounded(torch.ldexp(whole, powers).T)
+            squares = (error_a[part] * b.norm(dim=1)).square() + (a[part].norm(dim=1) * error_b).square()
+            size = float((b.T.double() @ (a[part].double())).norm())
+            lost = max(lost, float(squares.sum().sqrt()) / size if size else 0.0)
+            found.append(b.T)
+        return (a.reshape(self.shape).to(self.dtype), torch.cat(found).to(self.dtype)), lost
 
 
-def _error(rounded: torch.Tensor, whole: torch.Tensor) -> float:
-    size = float(torch.linalg.vector_norm(whole, dtype=torch.float64))
-    return float(torch.linalg.vector_norm(rounded - whole, dtype=torch.float64)) / size if size else 0.0
+def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [..., r, n] of e4m3 numbers, and how far each row, [..., r], was from them."""
+    found = rows.clamp(-LARGEST[E4M3], LARGEST[E4M3]).to(E4M3).float()
+    return found, (found - rows).norm(dim=-1)
