@@ -41,6 +41,7 @@ REVIEWED = {
     "quantization.md": {
         "6.5 GB": "computed: a byte for each weight of a 7B model's linears",
         "2.6 %": "follows from the format: the quadratic mean of rounding to three bits",
+        "4 %": "the same of a product of two such numbers",
     },
     "routed.md": {"0.9 MB": "computed from the shapes"},
     "operate.md": {"5 s": "a rule", "10 s": "a rule"},
