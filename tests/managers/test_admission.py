@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import math
 import time
@@ -237,3 +239,27 @@ def test_media_of_several_prompts_to_embed_are_a_list(name: str, media: Any) -> 
         GATE.check(_sgl.EmbeddingReqInput(text=["x", "y"], **{name: media}))
     GATE.check(_sgl.EmbeddingReqInput(text=["x", "y"], **{name: ["data:,", None]}))
     GATE.check(_sgl.EmbeddingReqInput(text="x", **{name: "data:,"}))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from(["GenerateReqInput", "EmbeddingReqInput"]),
+    st.sampled_from(["x", ["x"], ["x", "y"], ["x", "y", "z"]]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "rid": st.sampled_from(["r", ["r"], ["r", "s"], ["r", "r"], ["r", "s", "t"]]),
+            "lora_path": st.sampled_from(["A", ["A"], ["A", None], ["A", "B", "A"], {"A": 1.0}]),
+            "sampling_params": st.sampled_from([{}, [{}], [{}, {"max_new_tokens": 1}], [{}] * 3]),
+            "image_data": st.sampled_from(["data:,", ["data:,"], [None, "data:,"], [["data:,"], None], [None] * 3]),
+        },
+    ),
+)
+def test_what_passes_can_be_normalised(kind: str, text: Any, fields: dict[str, Any]) -> None:
+    """Or SGLang says in its own words why not; an assertion of its would be a fault of the server's."""
+    request = getattr(_sgl, kind)(text=text, **copy.deepcopy(fields))
+    with contextlib.suppress(RequestError, ValueError):
+        GATE.check(request)
+        request.normalize_batch_and_arguments()
+        rids = [request.rid] if isinstance(text, str) else request.rid
+        assert len(set(rids)) == len(rids) == (1 if isinstance(text, str) else len(text))

@@ -237,7 +237,7 @@ class RequestGate:
 
     def check(self, request: GenerateReqInput) -> None:
         """Check a request as it came, before SGLang normalises it. A list of one adapter is, for one prompt, that one;
-        several adapters as one, with their scales, become their text.
+        several adapters as one, with their scales, become their text; one id for several prompts becomes one of each.
 
         Raises:
             RequestError: names the field, what was expected and what came.
@@ -259,6 +259,9 @@ class RequestGate:
                 field.check.require(name, value)
         if request.lora_path is not None and not isinstance(request.lora_path, str):
             request.lora_path = _as_text(request.lora_path)
+        if prompts is not None and isinstance(request, _sgl.EmbeddingReqInput) and isinstance(request.rid, str):
+            # As of several prompts to generate from, where SGLang does so itself.
+            request.rid = [f"{request.rid}_{i}" for i in range(prompts)]
         self._check_sampling(request.sampling_params, prompts)
 
     def _defaults_of(self, request: GenerateReqInput) -> dict[str, object]:
