@@ -193,7 +193,7 @@ TABLE = (
     Seam("mm_utils.embedding_cache", "vlora_sgl.multimodal.encoder_cache:EncoderCache", ENGINE, OWN,
          "It counts, has a size of its own, and knows what was encoded ahead of a batch.",
          "encoding ahead, --vlora-encoder-cache-mb, the counts in /metrics"),
-    Seam("TokenizerManager.lora_registry", "vlora_sgl.managers.adapter_lifecycle:AdapterRegistry", ENGINE, OWN,
+    Seam("TokenizerManager.lora_registry", "vlora_sgl.managers.adapter_registry:AdapterRegistry", ENGINE, OWN,
          "SGLang counts users by row and loses count of requests that are refused, aborted or asked for n > 1.",
          "an unload may wait for ever, and every load behind it"),
     Seam("TokenizerManager.rid_to_state", "vlora_sgl.managers.ended_requests:LingeringStates", ENGINE, OWN,

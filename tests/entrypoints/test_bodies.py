@@ -22,7 +22,8 @@ from vlora_sgl.entrypoints import adapters, bodies, own_routes
 from vlora_sgl.entrypoints.body_limit import BodyLimit
 from vlora_sgl.entrypoints.refused import OPERATORS, REFUSED
 from vlora_sgl.errors import RequestError
-from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse
+from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle
+from vlora_sgl.managers.adapter_registry import UnknownAdapterResponse
 from vlora_sgl.managers.model_names import NAMED, adapter_named
 
 # Every function that SGLang 0.5.17 answers a route by. What a new release adds is to be put into one of these, or into

@@ -13,7 +13,8 @@ import pytest
 from vlora_sgl import _sgl
 from vlora_sgl.combined import parts
 from vlora_sgl.errors import AdapterError, RequestError
-from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse
+from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle
+from vlora_sgl.managers.adapter_registry import UnknownAdapterResponse
 from vlora_sgl.managers.waits import WaitResponse
 from vlora_sgl.server_args import ENVIRONMENT_VARIABLE, UPLOADS_VARIABLE
 

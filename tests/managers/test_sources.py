@@ -21,7 +21,8 @@ from vlora_sgl import _sgl
 from vlora_sgl.errors import AdapterSourceError, AdapterUnavailableError, ConfigError
 from vlora_sgl.managers import adapter_sources, downloads, folder_watch
 from vlora_sgl.managers.adapter_cache import COMING, AdapterCache
-from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle, UnknownAdapterResponse
+from vlora_sgl.managers.adapter_lifecycle import AdapterLifecycle
+from vlora_sgl.managers.adapter_registry import UnknownAdapterResponse
 from vlora_sgl.managers.adapter_sources import SourceResponse
 from vlora_sgl.managers.downloads import CONFIG, SUMS, WEIGHTS, NotThere, download
 from vlora_sgl.server_args import ENVIRONMENT_VARIABLE

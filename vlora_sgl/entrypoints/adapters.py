@@ -18,7 +18,7 @@ from vlora_sgl import _sgl, seams
 from vlora_sgl.core import JsonDict
 from vlora_sgl.entrypoints.refused import refusals
 from vlora_sgl.entrypoints.uploads import order_in
-from vlora_sgl.managers.adapter_lifecycle import UnknownAdapterResponse
+from vlora_sgl.managers.adapter_registry import UnknownAdapterResponse
 from vlora_sgl.seams import Place
 
 Handler = TypeVar("Handler", bound=Callable[..., object])

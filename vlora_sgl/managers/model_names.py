@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from vlora_sgl.core import AdapterId
-from vlora_sgl.managers.adapter_lifecycle import UnknownAdapterResponse, UnknownModelResponse
+from vlora_sgl.managers.adapter_registry import UnknownAdapterResponse, UnknownModelResponse
 from vlora_sgl.names import DEFAULT
 
 NAMED: ContextVar[AdapterId] = ContextVar("NAMED", default=None)
