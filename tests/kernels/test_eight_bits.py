@@ -10,8 +10,8 @@ import torch
 from tests.kernels.test_atmm import check, make_case, tiles, torch_own
 from tests.support.interpreter import CUDA, DEVICE, kernels, passed_interpreted, starter
 from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, atmm_silu_and_mul, atmm_silu_reference
-from vlora_sgl.kernels.merge import MergeTable, MergeTarget
-from vlora_sgl.scaled import E4M3
+from vlora_sgl.kernels.merge import FoldTable, FoldTarget, MergeTable, MergeTarget
+from vlora_sgl.scaled import E4M3, Scaled, quantise
 
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 
@@ -81,9 +81,29 @@ def test_kernel_of_a_merge(rank: int) -> None:
     assert torch.equal(weight, base)
 
 
+@kernels
+@pytest.mark.parametrize("block", [(1, 160), (128, 128)])
+def test_kernel_of_a_fold(block: tuple[int, int]) -> None:
+    n, k, rank = 192, 160, 24
+    torch.manual_seed(0)
+    base = quantise(torch.randn(n, k), block, E4M3)
+    base = Scaled(base.weight.to(DEVICE), base.scale.to(DEVICE), block)
+    a8, b8 = (one.to(DEVICE) for one in eight_bits(torch.randn(2, rank, k), torch.randn(2, n, rank)))
+    found = []
+    for a, b in ((a8, b8), (a8.to(DTYPE), b8.to(DTYPE))):
+        weight = Scaled(base.weight.clone(), base.scale.clone(), block)
+        FoldTable([FoldTarget("m", "g", weight, base, a, b)], DTYPE).merge(
+            frozenset({"g"}), slot=1, rank=rank, scaling=0.5
+        )
+        found.append(weight)
+    assert not torch.equal(found[0].weight.view(torch.uint8), base.weight.view(torch.uint8))
+    assert torch.equal(found[0].weight.view(torch.uint8), found[1].weight.view(torch.uint8))
+    assert torch.equal(found[0].scale, found[1].scale)
+
+
 @starter
 def test_kernels_interpreted() -> None:
-    assert passed_interpreted(__file__) == 11
+    assert passed_interpreted(__file__) == 13
 
 
 @pytest.mark.parametrize("dense", [True, False])

@@ -238,7 +238,7 @@ class World:
             embedding_layers={},
             update_sizes={f"layers.0.mlp.{kind}": (UpdateSize(1.0, 1.0, 1.0, 1.0),) for kind in NAMES},
         )
-        pool = SimpleNamespace(max_lora_rank=RANK, places=range(SLOTS))
+        pool = SimpleNamespace(max_lora_rank=RANK, places=range(SLOTS), dtype=torch.float32)
         rows = SimpleNamespace(slot_of=lambda adapter: 1)
         device = torch.device("cpu")
         self.merger = Merger(

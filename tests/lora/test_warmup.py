@@ -15,6 +15,7 @@ from vlora_sgl.kernels.atmm import Vectors, atmm_linear, atmm_silu_and_mul, laun
 from vlora_sgl.kernels.atmm.row_routing import DENSE_MAX_SLOTS
 from vlora_sgl.lora import warmup
 from vlora_sgl.lora.warmup import compile_prefills, wrapped_linears
+from vlora_sgl.scaled import E4M3
 
 SLOTS, RANK, K = 4, 16, 64
 CAPTURED, MOST = 2048, 5000
@@ -26,11 +27,11 @@ KERNELS = (
 PARTS = {"qkv_proj": (0, 64, 80, 96), "gate_up_proj": (0, 96, 192), "o_proj": (0, 64)}
 
 
-def module(name: str, fusible: bool = True, vectors: bool = False) -> Any:
+def module(name: str, fusible: bool = True, vectors: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     offsets = PARTS[name]
     return SimpleNamespace(
-        a=torch.zeros(SLOTS, (len(offsets) - 1) * RANK, K),
-        b=torch.zeros(SLOTS, offsets[-1], RANK),
+        a=torch.zeros(SLOTS, (len(offsets) - 1) * RANK, K, dtype=dtype),
+        b=torch.zeros(SLOTS, offsets[-1], RANK, dtype=dtype),
         offsets=offsets,
         fusible=fusible,
         own_bias=torch.zeros(offsets[-1]) if name == "qkv_proj" else None,
@@ -39,9 +40,16 @@ def module(name: str, fusible: bool = True, vectors: bool = False) -> Any:
     )
 
 
-def manager(device: str = "cuda", two_slots_a_row: bool = True, fusible: bool = True, vectors: bool = False) -> Any:
-    layers = [{name: module(name, fusible, vectors) for name in PARTS} for _ in range(3)]
+def manager(
+    device: str = "cuda",
+    two_slots_a_row: bool = True,
+    fusible: bool = True,
+    vectors: bool = False,
+    slots: torch.dtype = torch.float32,
+) -> Any:
+    layers = [{name: module(name, fusible, vectors, slots) for name in PARTS} for _ in range(3)]
     return SimpleNamespace(
+        dtype=torch.float32,
         # The tensors are the CPU's: what is compiled there is only named.
         device=SimpleNamespace(type=device),
         lora_backend=SimpleNamespace(places=range(SLOTS), marks_rows=vectors, most_dense=DENSE_MAX_SLOTS),
@@ -120,10 +128,11 @@ def prefill(one: Any, rows: int, pairs: int, touched: int, vectored: Any = ()) -
 
 @pytest.mark.parametrize("vectors", [False, True], ids=["plain LoRA", "vectors too"])
 @pytest.mark.parametrize("fusible", [True, False], ids=["base and adapters together", "adapters alone"])
+@pytest.mark.parametrize("slots", [torch.float32, E4M3], ids=["wide", "e4m3"])
 def test_large_prefills_launch_nothing_that_is_not_compiled(
-    compiled: list[Any], launched: list[Any], fusible: bool, vectors: bool
+    compiled: list[Any], launched: list[Any], slots: torch.dtype, fusible: bool, vectors: bool
 ) -> None:
-    one = manager(fusible=fusible, vectors=vectors)
+    one = manager(fusible=fusible, vectors=vectors, slots=slots)
     assert compile_prefills(one, CAPTURED, MOST) == len(compiled) == len(set(compiled)) > 0
     assert not launched
     for linear in one.lora_modules[0].values():

@@ -119,7 +119,8 @@ def _updated(
             b + rows[:, None] * b_row + s[None, :], mask=(rows[:, None] < n) & (s[None, :] < rank), other=0.0
         )
         if a.dtype.element_ty.primitive_bitwidth == 8:  # products of such numbers would be summed in fewer bits
-            a_tile, b_tile = a_tile.to(tl.bfloat16), b_tile.to(tl.bfloat16)
+            WIDE: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.bfloat16
+            a_tile, b_tile = a_tile.to(WIDE), b_tile.to(WIDE)
         if block == 0:
             acc = tl.dot(b_tile, a_tile, input_precision=PRECISION)
         else:
