@@ -111,5 +111,5 @@ def test_the_operator_on_a_cpu(dense: bool) -> None:
     x, w, bias, a8, b8, a, b, (*_, offsets, route) = case("qkv-unequal-odd-ranks", "two-slots-a-row", dense)
     expected = atmm_linear(x, w, bias, a, b, route, offsets)
     assert torch.equal(atmm_linear(x, w, bias, a8, b8, route, offsets), expected)
-    with pytest.raises(ValueError, match=r"b must be torch\.float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"b must have dtype torch\.float8_e4m3fn"):
         atmm_linear(x, w, bias, a8, b, route, offsets)

@@ -277,7 +277,18 @@ def users_left(server: Server, patience_s: float = 30) -> dict[str, int]:
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory of a process and all its descendants, and what is taken of the first CUDA device."""
+    """Resident memory of a process and all its descendants, and what is taken of the first CUDA device.
+
+    The least of three readings: a process that starts another has its memory counted twice for a moment.
+    """
+    readings = []
+    for _ in range(3):
+        readings.append(_memory_now(pid))
+        time.sleep(0.05)
+    return min(readings)
+
+
+def _memory_now(pid: int) -> float:
     import torch
 
     free, size = torch.cuda.mem_get_info(0) if torch.cuda.is_available() else (0, 0)

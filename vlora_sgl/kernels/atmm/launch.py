@@ -224,7 +224,7 @@ def _check_layout(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if tensor.stride(-1) != 1:
         raise ValueError(f"{name} must be contiguous along its last dimension, got strides {tensor.stride()}")
     if tensor.dtype != dtype:
-        raise ValueError(f"{name} must be {dtype}, as what it goes with, got {tensor.dtype}")
+        raise ValueError(f"{name} must have dtype {dtype}, as what it goes with, got {tensor.dtype}")
 
 
 def _dense_shrink(
