@@ -18,6 +18,13 @@ import psutil
 import pytest
 import requests
 
+with contextlib.suppress(ModuleNotFoundError):  # benchmarks take this module where only they run
+    from hypothesis import settings
+
+    # How long an example takes says how busy the machine is, and the first one imports.
+    settings.register_profile("without deadlines", deadline=None)
+    settings.load_profile("without deadlines")
+
 START_TIMEOUT_S = 240
 SERVER_ARGS = "VLORA_TEST_SERVER_ARGS"  # more flags for the server, for a run on another kind of machine
 
