@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vlora_sgl.lora.eight_bits import in_eight_bits, spread
 from vlora_sgl.lora.layout import BaseLayout
@@ -84,6 +87,26 @@ def test_factors_are_spread_over_all_rows(rank: int) -> None:
     moved = (found.scale * (found.tensors["o.lora_B.weight"] @ found.tensors["o.lora_A.weight"]) - update).norm()
     assert moved <= 0.05 / math.sqrt(rank) * update.norm()
     assert moved / update.norm() < 2 * lost < 0.1 / math.sqrt(rank)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operation puts out."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found = max([self.found, *(one.numel() for one in tree_leaves(out) if isinstance(one, torch.Tensor))])
+        return out
+
+
+def test_no_update_is_made() -> None:
+    """Of a 7B model's linears each is half a gigabyte."""
+    rank, n, k = 4, 600, 800
+    factors = {"o.lora_A.weight": torch.randn(rank, k), "o.lora_B.weight": torch.randn(n, rank)}
+    with Largest() as largest:
+        _, lost = in_eight_bits(StackedAdapter(rank, 1.0, factors), BaseLayout({"o": (n, k)}, {}, 1))
+    assert lost > 0.01 and rank * k <= largest.found < n * k // 10
 
 
 def test_what_belongs_to_the_vocabulary_keeps_its_bits_and_has_the_new_scale() -> None:

@@ -114,7 +114,7 @@ class _Linear:
         for part, whole, powers in zip(range(len(self.b)), self.b, powers_b, strict=True):
             b, error_b = _rounded(torch.ldexp(whole, powers).T)
             squares = (error_a[part] * b.norm(dim=1)).square() + (a[part].norm(dim=1) * error_b).square()
-            size = float((b.T.double() @ (a[part].double())).norm())
+            size = float(((a[part] @ a[part].T).double() * (b @ b.T).double()).sum().clamp(min=0).sqrt())
             lost = max(lost, float(squares.sum().sqrt()) / size if size else 0.0)
             found.append(b.T)
         return (a.reshape(self.shape).to(self.dtype), torch.cat(found).to(self.dtype)), lost

@@ -42,8 +42,8 @@ class Linear:
             write before the base GEMM accumulates; where an activation adds the adapters' part, it is always that
             one's.
         bias: what is added with it, if anything.
-        vectors: its slots' vectors, where adapters may have any.
         dtype: of its inputs.
+        vectors: its slots' vectors, where adapters may have any.
     """
 
     a: torch.Tensor
@@ -51,9 +51,8 @@ class Linear:
     offsets: tuple[int, ...]
     ends: tuple[str, ...]
     bias: torch.Tensor | None
+    dtype: torch.dtype
     vectors: torch.Tensor | None = None
-
-    dtype: torch.dtype = torch.bfloat16
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -77,8 +76,8 @@ def wrapped_linears(manager: Any) -> list[Linear]:
                 ends = ("grouped_expand", "grouped_write") if module.fusible else ("grouped_expand",)
                 if getattr(module, "deferred", None) is not None:
                     ends = ("grouped_silu",)
-                slots = module.a, module.b, module.offsets
-                linear = Linear(*slots, ends, module.own_bias, module.vectors, manager.dtype)
+                slots, dtype = (module.a, module.b, module.offsets), manager.dtype
+                linear = Linear(*slots, ends, module.own_bias, dtype, module.vectors)
                 found.setdefault(linear.key, linear)
     return list(found.values())
 
