@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from tests.support.hopper import LINEAR, ptx
 from tests.support.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from vlora_sgl.kernels import tiling
 from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, launch, make_routing, tiles_of
@@ -250,35 +248,9 @@ def test_kernel_of_several_slots_of_low_rank_a_step(ranks: tuple[int, ...], spli
 @pytest.mark.parametrize("rank", [8, 32])
 def test_steps_of_several_slots_load_wide_on_a_hopper(rank: int) -> None:
     """Not number by number, which the compiler does where it does not see that neighbours have one slot."""
-    kernel: Any = dense_linear_kernel
-    group = 64 // launch.rank_pad(rank)
-    constants: dict[str, Any] = {
-        "K": 256,
-        **dict.fromkeys(launch.BOUNDS, 512),
-        "C": 1,
-        "R": rank,
-        "RP": launch.rank_pad(rank),
-    }
-    constants |= {"ACTIVE": 32, "ACTIVE_P": 32, "GROUP": group, "HAS_BIAS": False, "SPLIT": 1, "STAGES": 3, "BM": 32}
-    constants |= {
-        "BN": 64,
-        "BK": 64,
-        "PDL": True,
-        "V_SLOT": 0,
-        **dict.fromkeys(("vectors", "marks", "x_scale", "w_scale")),
-    }
-    words, floats = ("active", "counters"), ("partials",)
-    signature, aligned = {}, {}
-    for at, name in enumerate(kernel.arg_names):
-        number = name in ("m", "b_slot", "b_row") or name.startswith("stride")
-        pointer = "*i32" if name in words else "*fp32" if name in floats else "*bf16"
-        signature[name] = "constexpr" if name in constants else "i32" if number else pointer
-        if name not in constants and name != "m":
-            aligned[(at,)] = [["tt.divisibility", 16]]
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, values, aligned)
-    options = {"num_warps": 4, "num_stages": 3, "launch_pdl": True}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    padded = launch.rank_pad(rank)
+    several = {"R": rank, "RP": padded, "ACTIVE": 32, "ACTIVE_P": 32, "GROUP": 64 // padded, "BK": 64}
+    code = ptx(dense_linear_kernel, {**LINEAR, **several, "x_scale": None, "w_scale": None}, {}, stages=3)
     assert "cp.async.cg.shared.global" in code and "ld.global.b16" not in code
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.kernels.test_atmm import check, make_case, tiles, torch_own
-from tests.support.interpreter import CUDA, DEVICE, kernels, passed_interpreted, starter
+from tests.support.hopper import LINEAR, ptx
+from tests.support.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, atmm_silu_and_mul, atmm_silu_reference
+from vlora_sgl.kernels.atmm.dense import dense_linear_kernel
 from vlora_sgl.kernels.merge import FoldTable, FoldTarget, MergeTable, MergeTarget
 from vlora_sgl.scaled import E4M3, Scaled, quantise
 
@@ -104,6 +106,12 @@ def test_kernel_of_a_fold(block: tuple[int, int]) -> None:
 @starter
 def test_kernels_interpreted() -> None:
     assert passed_interpreted(__file__) == 13
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_the_weight_of_a_hopper_s_linear_is_loaded_beside_its_products() -> None:
+    code = ptx(dense_linear_kernel, {**LINEAR, "x_scale": None, "w_scale": None}, {"b": "*fp8e4nv"})
+    assert "wgmma" in code and "e4m3x2" in code and "cp.async.cg.shared.global" in code
 
 
 @pytest.mark.parametrize("dense", [True, False])
