@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels.bench_step import ANSWER, Worker
+from benchmarks.kernels.bench_step import ANSWER, Worker, first_port
 from benchmarks.serving.shape7b import make_adapters, make_model, make_tower_adapters, plain_adapter_loading
 from benchmarks.summary import RESULTS, SUMMARY, package_versions, record
 
@@ -243,7 +243,7 @@ def started(directory: Path, tiny: bool) -> dict[str, Worker]:
     workers = {}
     for number, name in enumerate(CASES):
         command = [sys.executable, "-m", "benchmarks.serving.bench_tower", "--engine", name]
-        command += ["--directory", str(directory), "--port", str(31000 + 1000 * number), *["--tiny"] * tiny]
+        command += ["--directory", str(directory), "--port", str(first_port() + 1000 * number), *["--tiny"] * tiny]
         workers[name] = Worker.run(command, directory / f"{name}.log", os.environ)
     for name, worker in workers.items():
         if worker.wait(START_S) != "ready":
