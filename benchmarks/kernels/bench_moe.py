@@ -75,13 +75,15 @@ def make_model(directory: Path, tiny: bool) -> Path:
     from tests.support.tiny_random import VOCABULARY_TEXT
     from tools.tiny.build import build_tokenizer
 
+    tokenizer = build_tokenizer(VOCABULARY_TEXT)
     config = transformers.Qwen3MoeConfig(**(TINY if tiny else SHAPE), architectures=["Qwen3MoeForCausalLM"])
     config.dtype = torch.float32 if tiny else torch.bfloat16
+    config.eos_token_id = tokenizer.eos_token_id
     if tiny:
         transformers.Qwen3MoeForCausalLM(config).save_pretrained(directory)
     else:
         config.save_pretrained(directory)
-    build_tokenizer(VOCABULARY_TEXT).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return directory
 
 
@@ -221,7 +223,7 @@ def main() -> None:
     parser.add_argument("--summary", type=Path, help="where the figures go")
     parser.add_argument("--rows", type=Path, default=RESULTS / "kernels" / "moe.json")
     args = parser.parse_args()
-    args.fast_paths = "auto"
+    args.fast_paths, args.tp, args.quantization = "auto", 1, None
     deadline = time.monotonic() + args.limit
     sizes = TINY if args.tiny else SHAPE
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

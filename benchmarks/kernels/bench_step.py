@@ -179,7 +179,7 @@ def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
         mode = "merged" if name.startswith("merged") else "unmerged"
         weights = "fp8" if name == "e4m3" else "auto"
         # These adapters are random, and so is what folding them into quantised weights loses.
-        loose = VLoraArgs(mode=mode, fast_paths=args.fast_paths, merge_tolerance=1e9, adapter_weights=weights)
+        loose = VLoraArgs(mode=mode, fast_paths=args.fast_paths, merge_tolerance=1.0, adapter_weights=weights)
         return Ours(vlora=loose, **options)
     stock: dict[str, Any] = {"lora_backend": "csgmv"} if rank and not tiny else {}
     stock |= {"lora_use_virtual_experts": True} if name == "stock16" and not tiny else {}

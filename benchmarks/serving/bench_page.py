@@ -111,7 +111,7 @@ def step_overhead(args: argparse.Namespace) -> float:
     with tempfile.TemporaryDirectory() as scratch:
         ranks, slots = [8 if args.tiny else 64], ADAPTERS + 1
         made = make_deployment(
-            Path(scratch), Path(scratch) / "out", ADAPTERS, slots, ranks, ROWS, args.tiny, sees=False
+            Path(scratch), Path(scratch) / "out", ADAPTERS, slots, ranks, ROWS, args.tiny, language=True
         )
         server = Server("ours", made)
         try:
