@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.bench_step --summary results/summary.json      # an H100, about 4 minutes
     python -m benchmarks.kernels.bench_step --vllm-python PATH --summary …      # vLLM's engine beside them
     python -m benchmarks.kernels.bench_step --shape 3b --skip stock             # a Qwen2.5-VL-3B, or llava-7b
-    python -m benchmarks.kernels.bench_step --forms --before TREE               # more than plain LoRA, about 3 minutes
+    python -m benchmarks.kernels.bench_step --forms --before TREE [TREE ...]    # more than plain LoRA, about 4 minutes
     python -m benchmarks.kernels.bench_step --tp 2                              # two tensor-parallel ranks
     python -m benchmarks.kernels.bench_step --tiny                              # a check on a laptop, records nothing
 
@@ -19,9 +19,9 @@ a device copy.
 ``e4m3`` is eight adapters of rank 64 in eight bits (``--vlora-adapter-weights fp8``).
 
 ``--forms`` times what is more than plain LoRA instead: rows of two and of four of the eight adapters, eight DoRA
-adapters, and beside them, with ``--before``, plain adapters and base rows by another checkout of this repository.
-``plain_step_change`` is the largest difference of those from this tree's, over LoRA off; positive is slower. Set
-``--attention``, as trees may choose differently.
+adapters, and beside them, with ``--before``, plain adapters and base rows by other checkouts of this repository (by
+the first one those of rank 16, too). ``plain_step_change`` is the largest difference of those from this tree's, over
+LoRA off; positive is slower. Set ``--attention``, as trees may choose differently.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from benchmarks.serving.shape7b import (
     make_model,
     plain_adapter_loading,
 )
-from benchmarks.summary import RESULTS, package_versions, record
+from benchmarks.summary import RESULTS, ROOT, package_versions, record
 
 ADAPTERS = 8
 ANSWER = "@bench_step "
@@ -63,7 +63,7 @@ PHASES: tuple[dict[str, int], ...] = (
     {"off": 0, "off_triton": 0, "ours": 64, "apart": 64, "merged": 64, "stock": 64, "vllm": 64},
     {"ours16": 16, "slots64": 64, "each16": 16, "e4m3": 64},
 )
-FORMS: dict[str, int] = {"off": 0, "forms": 64, "dora": 64, "before": 64}
+FORMS: dict[str, int] = {"off": 0, "forms": 64, "dora": 64, "ours16": 16}
 CASES = {
     "off": ("base",),
     "off_triton": ("base",),
@@ -76,9 +76,10 @@ CASES = {
     "each16": ("each",),
     "e4m3": ("eight",),
     "vllm": ("base", "eight"),
-    "forms": ("base", "one", "eight", "combined2", "combined4"),
+    "forms": ("base", "one", "eight", "mixture", "combined2", "combined4"),
     "dora": ("eight",),
-    "before": ("base", "one", "eight"),
+    **{f"before{number}": ("base", "one", "eight", "mixture") for number in range(3)},
+    "before0_16": ("eight",),
     # Of bench_moe:
     "merged16": ("one",),
     "stock16": ("base", "eight"),
@@ -108,6 +109,8 @@ FORM_FIGURES = {
     "combined4_over_2": (("forms", "combined4"), ("forms", "combined2")),
 }
 CHANGE_FIGURE = "plain_step_change"
+NOW = {"before0_16": "ours16"}
+"""Engine of another checkout -> the one of this that it is compared with, by default ``forms``."""
 
 
 # In the engine's process
@@ -259,18 +262,23 @@ class Worker:
             command = [args.vllm_python, str(VLLM_ENGINE), "--adapters", str(ADAPTERS)]
             environment["PYTHONPATH"] = ""  # it has packages of its own
         else:
-            own = name
-            if name == "before":  # which knows no such name
-                own, tree = "ours", args.before.resolve()
+            own, source = name, Path(__file__)
+            if name.startswith("before"):  # which knows no such name
+                first, _, lower = name.removeprefix("before").partition("_")
+                own, tree = f"ours{lower}", args.before[int(first)].resolve()
                 environment["PYTHONPATH"] = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+                source = tree / Path(__file__).relative_to(ROOT)
+            known = source.read_text()
             command = [sys.executable, "-m", "benchmarks.kernels.bench_step", "--engine", own]
-            command += ["--port", str(first_port() + 1000 * number), "--fast-paths", args.fast_paths]
-            command += [
-                *(["--tp", str(args.tp)] if args.tp > 1 else []),
-                *(["--tiny"] if args.tiny else []),
-                *(["--attention", args.attention] if args.attention else []),
-                *(["--quantization", args.quantization] if args.quantization else []),
-            ]
+            command += ["--port", str(first_port() + 1000 * number)]
+            for flag, value in (
+                ("--fast-paths", args.fast_paths),
+                ("--tp", str(args.tp) if args.tp > 1 else None),
+                ("--attention", args.attention),
+                ("--quantization", args.quantization),
+            ):
+                command += [flag, value] if value and f'"{flag}"' in known else []
+            command += ["--tiny"] if args.tiny else []
         return cls.run([*command, *shared], directory / f"{name}.log", environment, tree)
 
     @classmethod
@@ -395,10 +403,20 @@ def form_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
         for name, (one, other) in FORM_FIGURES.items()
         if one in steps and other in steps
     }
-    changes = [steps["forms", case] - steps["before", case] for case in CASES["before"] if ("before", case) in steps]
-    if changes and ("off", "base") in steps:
-        found[CHANGE_FIGURE] = max(changes, key=abs) / steps["off", "base"]
+    changes = plain_changes(rows, "step_ms")
+    if changes:
+        found[CHANGE_FIGURE] = max(changes.values(), key=abs)
     return found
+
+
+def plain_changes(rows: list[dict[str, Any]], what: str) -> dict[tuple[str, str], float]:
+    """(engine of another checkout, case) -> how much longer it takes now, over LoRA off."""
+    found = {(row["engine"], row["case"]): row[what] for row in rows}
+    return {
+        (engine, case): (found[NOW.get(engine, "forms"), case] - value) / found["off", "base"]
+        for (engine, case), value in found.items()
+        if engine.startswith("before") and {("off", "base"), (NOW.get(engine, "forms"), case)} <= found.keys()
+    }
 
 
 def over_bytes(rows: list[dict[str, Any]], shape: str, rate: float) -> dict[str, float]:
@@ -433,7 +451,9 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="ours with the rotation in a launch of its own, too")
     parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
     parser.add_argument("--forms", action="store_true", help="what is more than plain LoRA instead")
-    parser.add_argument("--before", type=Path, metavar="TREE", help="with --forms: another checkout to compare with")
+    parser.add_argument(
+        "--before", type=Path, nargs="+", default=[], metavar="TREE", help="with --forms: checkouts to compare with"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model; nothing is recorded")
     parser.add_argument("--summary", type=Path, help="where the figures go")
     parser.add_argument("--rows", type=Path, default=RESULTS / "kernels" / "step.json")
@@ -448,12 +468,15 @@ def main() -> None:
         about = json.loads(args.recorded.read_text())
         write_figures(all_ratios(about["rows"]), args, about["card"])
         return
-    wanted = {"vllm": args.vllm_python, "apart": args.apart, "before": args.before, "merged": args.quantization}
+    wanted = {"vllm": args.vllm_python, "apart": args.apart, "merged": args.quantization}
     args.skip += [name for name, given in wanted.items() if not given]
     began = time.monotonic()
     rows, figures = run_phases(args, began + args.limit)
     if not args.tiny:
         figures |= over_bytes(rows, args.shape, copy_rate()) if not args.forms else {}
+    for what in ("step_ms", "prefill_ms") if args.forms else ():
+        for (engine, case), change in plain_changes(rows, what).items():
+            print(f"{engine} {case}: {what} {change:+.4f} of LoRA off since then")
     for name, value in figures.items():
         print(f"{name} {value:.3f}")
     print(f"{time.monotonic() - began:.0f} s")
@@ -522,7 +545,9 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
     """(rows, ratios) of all phases; engines that fail are left out with a message and the end of their log."""
     rows: list[dict[str, Any]] = []
     workers: dict[str, Worker] = {}
-    phases = (FORMS,) if args.forms else PHASES
+    before = {f"before{number}": 64 for number in range(len(args.before))}
+    before |= {"before0_16": 16} if before else {}
+    phases: Sequence[dict[str, int]] = ({**FORMS, **before},) if args.forms else PHASES
     phases = [{name: rank for name, rank in phase.items() if name not in args.skip} for phase in phases]
     if args.together:
         phases = [{name: rank for phase in phases for name, rank in phase.items()}]

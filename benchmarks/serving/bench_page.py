@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import requests
@@ -67,14 +68,20 @@ def watching(url: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decoding(server: Server, rows: int, tokens: int) -> Iterator[None]:
-    """So many rows of all adapters decode meanwhile."""
-    names = list(server_adapters(server))
+    """So many rows of all adapters decode meanwhile.
+
+    Raises:
+        RuntimeError: a row was refused, or ended before the rest.
+    """
+    names, done, early = list(server_adapters(server)), threading.Event(), list[str]()
 
     def ask(number: int) -> None:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         ids = [1000 + number] * 16
-        with contextlib.suppress(requests.RequestException):
-            server.generate({"input_ids": ids, "lora_path": names[number % len(names)], "sampling_params": sampling})
+        body = {"input_ids": ids, "lora_path": names[number % len(names)], "sampling_params": sampling}
+        answer = requests.post(f"{server.url}/generate", json=body, timeout=600)
+        if not done.is_set():
+            early.append(answer.text[:200])
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(rows)]
     for thread in threads:
@@ -83,9 +90,12 @@ def decoding(server: Server, rows: int, tokens: int) -> Iterator[None]:
     try:
         yield
     finally:
+        done.set()
         requests.post(f"{server.url}/abort_request", json={"rid": "", "abort_all": True}, timeout=60)
         for thread in threads:
             thread.join()
+    if early:
+        raise RuntimeError(f"{len(early)} of {rows} rows did not decode all the time: {early[0]}")
 
 
 def server_adapters(server: Server) -> Iterator[str]:
@@ -113,7 +123,8 @@ def step_overhead(args: argparse.Namespace) -> float:
         made = make_deployment(
             Path(scratch), Path(scratch) / "out", ADAPTERS, slots, ranks, ROWS, args.tiny, language=True
         )
-        server = Server("ours", made)
+        held = ROWS * (args.tokens + 64)  # of all rows, from the first step on
+        server = Server("ours", made if args.tiny else replace(made, more=("--max-total-tokens", str(held))))
         try:
             if why := server.wait(START_S):
                 raise SystemExit(why)
@@ -144,7 +155,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, to try --step on a CPU")
     parser.add_argument("--stretch", type=float, default=5.0, help="seconds of each")
     parser.add_argument("--rounds", type=int, default=3, help="of two pairs of stretches, in both orders")
-    parser.add_argument("--tokens", type=int, default=30_000, help="of each row, more than the stretches need")
+    parser.add_argument("--tokens", type=int, default=20_000, help="of each row, more than the stretches need")
     parser.add_argument("--summary", type=Path, default=SUMMARY, help="file to append the figures to")
     args = parser.parse_args()
     if args.step:

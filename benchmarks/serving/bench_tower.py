@@ -250,6 +250,7 @@ def started(directory: Path, tiny: bool) -> dict[str, Worker]:
             for one in workers.values():
                 one.stop()
             raise RuntimeError(f"{name} did not start\n{(directory / f'{name}.log').read_text()[-3000:]}")
+    print(f"{', '.join(workers)} ready", flush=True)
     return workers
 
 

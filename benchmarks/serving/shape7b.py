@@ -159,6 +159,7 @@ def make_language_model(directory: Path, tiny: bool, shape: str = "llava-7b") ->
     sizes = {**SHAPES[shape].text, **(small if tiny else {})}
     config = getattr(transformers, f"{SHAPES[shape].language}Config")(**sizes, architectures=[model])
     config.dtype = torch.float32 if tiny else torch.bfloat16
+    config.eos_token_id = tokenizer.eos_token_id
     if tiny:
         getattr(transformers, model)(config).save_pretrained(directory)
     else:

@@ -107,7 +107,7 @@ def test_figures_of_forms(tmp_path: Path) -> None:
     made = rows(**plain, forms__combined2=6.0, forms__combined4=7.2, dora__eight=6.3)
     found = form_figures(made)
     assert found == {"dora_over_lora": pytest.approx(1.05), "combined4_over_2": pytest.approx(1.2)}
-    more = form_figures([*made, *rows(before__base=4.0, before__one=5.0, before__eight=6.04)])
+    more = form_figures([*made, *rows(before0__base=4.0, before0__one=5.0, before0__eight=6.04)])
     assert more["plain_step_change"] == pytest.approx(-0.01), "the largest, whichever way it goes"
     given = {"attention": None, "quantization": None, "input": 256, "shape": "7b", "tp": 1}
     args = type("", (), {**given, "summary": tmp_path / "summary.json"})
