@@ -13,6 +13,8 @@ import torch
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = {E4M3: 448.0, torch.int8: 127.0}
+FULL = 464.0
+"""The largest of e4m3, and half a step."""
 """The largest number of each type that is written; int8 stays symmetric."""
 
 
@@ -74,16 +76,17 @@ def to_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def refit(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> Scaled:
-    """New values of a matrix in e4m3, with its old scales times the powers of two that make the largest fit.
+    """New values of a matrix in e4m3, with its old scales times the least powers of two that make the largest fit.
 
-    E4m3 is a floating type: what did not change keeps its bits, unless it falls below the type's range.
+    E4m3 is a floating type: what did not change keeps its bits, unless it falls below the type's range. A number of up
+    to ``FULL`` fits: it becomes 448, which is as near as numbers below are to theirs.
 
     Args:
         values: [N, K] float32.
         scale: the old scales, of the same blocks.
     """
     old = torch.where(scale > 0, scale, 1.0)
-    mantissa, exponent = torch.frexp(block_largest(values, block) / (LARGEST[E4M3] * old))
+    mantissa, exponent = torch.frexp(block_largest(values, block) / (FULL * old))
     fit = torch.where(mantissa > 0, exponent - (mantissa == 0.5).int(), 0)
     new = torch.ldexp(old, fit)
     return Scaled(to_type(values / spread(new, block, values.shape), E4M3), new, block)

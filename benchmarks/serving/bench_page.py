@@ -77,7 +77,7 @@ def decoding(server: Server, rows: int, tokens: int) -> Iterator[None]:
 
     def ask(number: int) -> None:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        ids = [1000 + number] * 16
+        ids = [100 + number] * 16
         body = {"input_ids": ids, "lora_path": names[number % len(names)], "sampling_params": sampling}
         answer = requests.post(f"{server.url}/generate", json=body, timeout=600)
         if not done.is_set():
@@ -94,8 +94,8 @@ def decoding(server: Server, rows: int, tokens: int) -> Iterator[None]:
         requests.post(f"{server.url}/abort_request", json={"rid": "", "abort_all": True}, timeout=60)
         for thread in threads:
             thread.join()
-    if early:
-        raise RuntimeError(f"{len(early)} of {rows} rows did not decode all the time: {early[0]}")
+        if early:  # whatever else that led to
+            raise RuntimeError(f"{len(early)} of {rows} rows did not decode all the time: {early[0]}")
 
 
 def server_adapters(server: Server) -> Iterator[str]:

@@ -7,13 +7,14 @@ import random
 import pytest
 import torch
 
+from tests.support.hopper import ptx
 from tests.support.interpreter import DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from vlora_sgl.kernels.merge import MergeTable
-from vlora_sgl.kernels.merge.folded import FoldTable, FoldTarget, fold_reference, loss
-from vlora_sgl.scaled import E4M3, Scaled, quantise, refit, spread
+from vlora_sgl.kernels.merge.folded import WORDS, FoldTable, FoldTarget, _fold_kernel, fold_reference, loss
+from vlora_sgl.scaled import E4M3, FULL, Scaled, quantise, refit, spread
 
 SLOTS, MAX_RANK = 3, 136
-OPERATIONS = 9
+OPERATIONS = 12
 """Tests of the kernel itself."""
 
 
@@ -102,6 +103,22 @@ def test_a_fold_is_the_quantised_float64_sum(device: torch.device, dtype: torch.
         assert (t.weight.weight.float() == expected.weight.float()).float().mean() > 0.999
 
 
+@pytest.mark.parametrize("where", ["nowhere", "at the start", "at the end"])
+def test_rows_that_outgrow_their_scales_get_others(device: torch.device, where: str) -> None:
+    """Rows so long that a program looks at its scales on the way."""
+    torch.manual_seed(7)
+    (target,) = stack((70,), 1300, "down", device, update=0.01)
+    if where != "nowhere":
+        target.lora_a[1, 0, slice(40) if where == "at the start" else slice(-40, None)] = 1e6
+    FoldTable([target]).merge(frozenset({"down"}), slot=1, rank=8, scaling=0.5)
+    a, b = target.lora_a[1, :8], target.lora_b[1, :, :8]
+    expected = fold_reference(target.base, a, b, 0.5)
+    assert torch.equal(target.weight.scale, expected.scale)
+    assert (target.weight.weight.float() == expected.weight.float()).float().mean() > 0.999
+    outgrown = (target.weight.scale > target.base.scale).float().mean()
+    assert outgrown > 0.9 if where != "nowhere" else outgrown < 0.1
+
+
 def test_the_scales_use_the_type_and_overflow_nowhere(device: torch.device) -> None:
     fold = table(device, update=30.0)
     fold.merge(fold.groups, slot=2, rank=16, scaling=1.0)
@@ -186,6 +203,28 @@ def test_old_scales_fit_by_powers_of_two(factor: float) -> None:
     found = refit(values, torch.tensor([[1.0], [0.25]]), (1, 3))
     assert 224 <= found.weight.float()[0, 0] <= 448 and found.scale[1] == 0.25
     assert torch.log2(found.scale[0]).frac() == 0
+
+
+@pytest.mark.parametrize(
+    ("largest", "scale"), [(448.0, 1.0), (FULL, 1.0), (FULL + 0.01, 2.0), (233.0, 1.0), (232.0, 0.5)]
+)
+def test_a_scale_stays_while_the_largest_is_rounded_no_further_than_others(largest: float, scale: float) -> None:
+    found = refit(torch.tensor([[largest, 1.0]]), torch.ones(1, 1), (1, 2))
+    assert found.scale.item() == scale
+    assert abs(found.wide()[0, 0].item() - largest) <= 16 * scale
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_numbers_are_read_and_written_sixteen_at_a_time_on_hopper(blocked: bool) -> None:
+    constants = {
+        "words": WORDS, "ALIGN": 16, "BLOCKED": blocked, "NATIVE": True, "LIMIT": FULL, "PRECISION": "tf32",
+        "BLOCK_N": 128 if blocked else 64, "BLOCK_K": 128, "BLOCK_R": 64, "RANK_BLOCKS": 1,
+    }  # fmt: skip
+    numbers = {"slot": "i32", "rank": "i32", "scaling": "fp32"}
+    types = {"like": "*fp8e4nv", "table": "*i64", "tiles": "*i32", **numbers}
+    code = ptx(_fold_kernel, constants, types, 3, unknown=numbers)
+    assert "wgmma" in code and "cvt.rn.satfinite.e4m3x2.f32" in code
+    assert "st.global.v4.b32" in code and "st.global.b8" not in code and "ld.global.b8" not in code
 
 
 @pytest.mark.parametrize(

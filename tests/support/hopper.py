@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import triton
@@ -28,19 +29,22 @@ LINEAR: dict[str, Any] = {
 """Constants of ``dense_linear_kernel``."""
 
 
-def ptx(kernel: Any, constants: dict[str, Any], types: dict[str, str], stages: int = 4) -> str:
+def ptx(
+    kernel: Any, constants: dict[str, Any], types: dict[str, str], stages: int = 4, unknown: Collection[str] = ("m",)
+) -> str:
     """The code of a kernel whose sizes and addresses 16 divides.
 
     Args:
         constants: by the kernel's names, those of arguments that are left out, too.
         types: of pointers that are neither words nor floats, where it is not bfloat16.
+        unknown: numbers of which nothing is known.
     """
     types = dict.fromkeys(WORDS, "*i32") | dict.fromkeys(FLOATS, "*fp32") | types
     signature, aligned = {}, {}
     for at, name in enumerate(kernel.arg_names):
         number = name in ("m", "b_slot", "b_row") or name.startswith("stride")
         signature[name] = "constexpr" if name in constants else "i32" if number else types.get(name, "*bf16")
-        if name not in constants and name != "m":
+        if name not in constants and name not in unknown:
             aligned[(at,)] = [["tt.divisibility", 16]]
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     options = {"num_warps": 4, "num_stages": stages, "launch_pdl": True}

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from vlora_sgl.kernels.devices import shared_memory
-from vlora_sgl.kernels.merge.folded import FoldTable, FoldTarget
+from vlora_sgl.kernels.merge.folded import FoldTable, FoldTarget, common_alignment
 from vlora_sgl.scaled import E4M3
 
 COLUMNS = 12  # int64 words of the table per target; the kernel names them
@@ -241,7 +241,8 @@ class MergeTable:
         ((self.device, self.dtype),) = kinds
         self.tile = tile or TILES[self.dtype.itemsize]
         self._rows = [self._row(t) for t in targets]
-        self._align = self._common_alignment()
+        pool = targets[0].lora_a.itemsize if targets else self.dtype.itemsize
+        self._align = common_alignment(self._rows, self.dtype.itemsize, pool)
         self._table = torch.tensor(self._rows, dtype=torch.int64, device=self.device)
         self._tiles: dict[tuple[frozenset[str], int], torch.Tensor] = {}
 
@@ -251,20 +252,6 @@ class MergeTable:
         addresses = [x.data_ptr() for x in (t.weight, t.base_weights, t.lora_a, t.lora_b)]
         factors = (0, 0) if t.factors is None else (t.factors.data_ptr(), t.factors.stride(0))
         return [*addresses, n, k, t.lora_a.stride(0), t.lora_b.stride(0), t.lora_b.stride(1), t.slice_index, *factors]
-
-    def _common_alignment(self) -> int:
-        """The largest power of two of elements, at most 16 bytes, dividing all addresses and strides."""
-        size = self.dtype.itemsize
-        pool = self.targets[0].lora_a.itemsize if self.targets else size
-        align = 16 // size
-        while align > 1 and any(
-            any(address % (align * size) for address in row[:2])
-            or any(address % (align * pool) for address in row[2:4])
-            or any(stride % align for stride in row[5:9])
-            for row in self._rows
-        ):
-            align //= 2
-        return align
 
     def nbytes(self, groups: Iterable[str]) -> int:
         """Bytes one operation over these groups moves at least: read the base weights, write the weights."""
