@@ -20,6 +20,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,8 @@ def switches(tiny: bool, count: int) -> dict[str, float]:
     return {"switch_bandwidth_share": share, "mismatches": float(differed)}
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, with what bench_step's workers ask for besides."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--input", type=int, default=256)
@@ -222,8 +224,13 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="where 14 GB of adapters go meanwhile")
     parser.add_argument("--summary", type=Path, help="where the figures go")
     parser.add_argument("--rows", type=Path, default=RESULTS / "kernels" / "moe.json")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.fast_paths, args.tp, args.quantization = "auto", 1, None
+    return args
+
+
+def main() -> None:
+    args = parse()
     deadline = time.monotonic() + args.limit
     sizes = TINY if args.tiny else SHAPE
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

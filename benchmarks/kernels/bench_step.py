@@ -434,7 +434,8 @@ def over_bytes(rows: list[dict[str, Any]], shape: str, rate: float) -> dict[str,
     return found
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, of the benchmark or of one of its engines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--input", type=int, default=256)
@@ -460,7 +461,11 @@ def main() -> None:
     parser.add_argument("--recorded", type=Path, help="measure nothing: the figures of these rows")
     for flag, kind in (("--engine", str), ("--rank", int), ("--directory", Path), ("--port", int)):
         parser.add_argument(flag, type=kind, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse()
     if args.engine:
         serve(args)
         return

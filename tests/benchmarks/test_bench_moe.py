@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from benchmarks.kernels import bench_moe
 from benchmarks.kernels.bench_moe import SHAPE, TINY, figures_of, make_adapters, make_model, step_bytes
-from tests.benchmarks.test_bench_step import rows
+from tests.benchmarks.test_bench_step import built, engines_asked_for, rows
 from vlora_sgl.lora.checkpoint import read_adapter
 from vlora_sgl.lora.layout import BaseLayout
 
@@ -50,3 +52,15 @@ def test_adapters_are_on_attention_and_all_experts(tmp_path: Path) -> None:
 def test_switches_leave_no_trace() -> None:
     found: dict[str, Any] = bench_moe.switches(tiny=True, count=5)
     assert found["mismatches"] == 0.0 and found["switch_bandwidth_share"] > 0.0
+
+
+def test_every_engine_is_asked_for_in_words_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = bench_moe.parse(["--tiny"])
+    lines = engines_asked_for(monkeypatch, lambda: bench_moe.run_engines(args, time.monotonic() + 60))
+    assert lines.keys() == bench_moe.ENGINES.keys()
+    assert all(("vlora" in built(monkeypatch, line)) == (name[:3] in ("our", "mer")) for name, line in lines.items())
+
+
+def test_the_model_says_where_its_answers_end(tmp_path: Path) -> None:
+    """Else a server whose grammars come from llguidance does not start."""
+    assert json.loads((make_model(tmp_path, tiny=True) / "config.json").read_text())["eos_token_id"] is not None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -114,6 +115,75 @@ def test_figures_of_forms(tmp_path: Path) -> None:
     write_figures(more, args)  # type: ignore[arg-type]
     assert {row["name"] for row in read(args.summary)} == {f"formats.{name}" for name in more}  # type: ignore[attr-defined]
     assert all(CASES[name] for name in FORMS)
+
+
+class Started:
+    """Stands for ``Worker``: keeps the command of each engine, none of which comes up."""
+
+    commands: ClassVar[list[list[str]]] = []
+
+    @classmethod
+    def run(cls, command: list[str], log: Path, environment: object, tree: object = None) -> Started:
+        log.write_text("")
+        cls.commands.append(command)
+        return cls()
+
+    def wait(self, seconds: float) -> None:
+        """Not ready."""
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+def engines_asked_for(monkeypatch: pytest.MonkeyPatch, start: Callable[[], object]) -> dict[str, Any]:
+    """Engine -> the command line that its process would read."""
+    monkeypatch.setattr(Worker, "run", Started.run)
+    Started.commands = []
+    start()
+    lines = [command[command.index("benchmarks.kernels.bench_step") + 1 :] for command in Started.commands]
+    return {line.engine: line for line in map(bench_step.parse, lines)}
+
+
+def built(monkeypatch: pytest.MonkeyPatch, line: Any) -> dict[str, Any]:
+    """What an engine's process makes its engine of; ``vlora``: of ours alone."""
+    kept: dict[str, Any] = {}
+
+    class Engine:
+        def __init__(self, **given: Any) -> None:
+            kept.update(given)
+
+    monkeypatch.setattr("vlora_sgl.engine.Engine", Engine)
+    monkeypatch.setattr(bench_step, "build_stock_engine", lambda **given: kept.update(given))
+    bench_step.build(line.engine, [], line)
+    return kept
+
+
+@pytest.mark.parametrize("more", [[], ["--quantization", "fp8"], ["--tp", "2"], ["--forms"], ["--together"]])
+def test_every_engine_is_asked_for_in_words_that_it_knows(monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
+    args = bench_step.parse(["--tiny", "--attention", "triton", *more, "--skip", "vllm"])
+    lines = engines_asked_for(monkeypatch, lambda: bench_step.run_phases(args, time.monotonic() + 60))
+    phases = (FORMS,) if args.forms else PHASES
+    assert lines.keys() == {name for phase in phases for name in phase} - {"vllm"}
+    for name, line in lines.items():
+        given = built(monkeypatch, line)
+        assert ("vlora" in given) == (not name.startswith(("off", "stock")))
+        assert (given.get("quantization"), given.get("tp_size", 1)) == (args.quantization, args.tp)
+        assert given.get("enable_lora", False) == (line.rank > 0)
+
+
+def test_engines_of_other_checkouts_are_asked_for_what_those_know(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "benchmarks" / "kernels"
+    folder.mkdir(parents=True)
+    (folder / "bench_step.py").write_text('parser.add_argument("--attention")')
+    args = bench_step.parse(["--tiny", "--forms", "--attention", "triton", "--before", str(tmp_path), str(tmp_path)])
+    monkeypatch.setattr(Worker, "run", Started.run)
+    Started.commands = []
+    bench_step.run_phases(args, time.monotonic() + 60)
+    asked = [" ".join(command) for command in Started.commands]
+    assert sum("--fast-paths" in command for command in asked) == len(FORMS)
+    assert all("--attention triton" in command for command in asked) and len(asked) == len(FORMS) + 3
 
 
 WANTED = """
