@@ -165,10 +165,17 @@ JOBS = (
         figures=("bake.hot1_latency_vs_sglang",),
     ),
     Job("atmm", f"{KERNELS}.bench_atmm --quick --workers 8", 180, figures=("atmm.",)),
-    Job("routing", f"{KERNELS}.bench_token_routing", 180, figures=("routing.",)),
+    Job("routing", f"{KERNELS}.bench_token_routing", 420, figures=("routing.",)),
     Job("switch", f"{KERNELS}.bench_switch", 60, figures=("switch.",)),
     Job("load", f"{KERNELS}.bench_load", 30, figures=("load.",)),
     Job("page", f"{SERVING}.bench_page --step", 420, alone=True, figures=("page.",)),
+    Job(
+        "scaled-search",
+        "vlora_sgl.kernels.tiling_search --model qwen2.5-vl-7b --ranks 16 64 --rows 32 --ops scaled_shrink scaled "
+        "--budget 240 --output {out}/scaled.json",
+        280,
+        records=False,
+    ),
     Job("search", f"{KERNELS}.bench_search --budget 420 --out {{out}}/tiles.json", 480, figures=("atmm.search",)),
 )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from vlora_sgl.kernels import tiling
+from vlora_sgl.kernels.atmm import make_routing, tiles_of
+from vlora_sgl.kernels.atmm.launch import Tiles
 from vlora_sgl.kernels.tiling import TABLES, TilingTable, default_tile, unpack
 from vlora_sgl.kernels.tiling_search import (
     MODELS,
@@ -31,7 +35,8 @@ def test_candidates_begin_with_the_built_in_tile_and_fit_the_chip(job: Any) -> N
     for tile in tiles[1:]:
         for size in (tile.block_m, tile.block_n, tile.block_k or 1, tile.warps):
             assert size & (size - 1) == 0
-        assert tile.stages * (tile.block_m + tile.block_n) * tile.block_k * job.dtype.itemsize <= SHARED_BYTES
+        size = 1 if job.op == "scaled" else job.dtype.itemsize
+        assert tile.stages * (tile.block_m + tile.block_n) * tile.block_k * size <= SHARED_BYTES
 
 
 def test_a_model_has_one_key_for_each_job_and_partners_come_first() -> None:
@@ -39,6 +44,29 @@ def test_a_model_has_one_key_for_each_job_and_partners_come_first() -> None:
     assert len(set(keys)) == len(keys)
     first = [(job.op, job.projection.name) for job in JOBS if job.rows == 32 and job.rank == 64]
     assert first.index(("linear_shrink", "qkv_proj")) < first.index(("linear", "qkv_proj"))
+    assert first.index(("scaled_shrink", "qkv_proj")) < first.index(("scaled", "qkv_proj"))
+
+
+def test_a_weight_in_eight_bits_moves_half_the_bytes() -> None:
+    of = {
+        job.op: bytes_and_flops(job) for job in JOBS if (job.rows, job.rank, job.projection.name) == (32, 16, "o_proj")
+    }
+    assert 0.5 < of["scaled"][0] / of["linear"][0] < 0.6 and of["scaled"][1] == of["linear"][1]
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_a_weight_in_eight_bits_has_tiles_of_its_own_or_as_many_bytes_of_the_others(searched: bool) -> None:
+    def key(op: str) -> int:
+        return tiling.pack(op, 3584, 3584, 16, 32, 8, dtype=torch.bfloat16)
+
+    plain, own = tiling.Tile(32, 64, 128, 2, 4, 4), tiling.Tile(32, 128, 512, 1, 8, 3)
+    shrink, other = tiling.Tile(32, 32, 64, 8, 4, 6), tiling.Tile(32, 16, 64, 4, 4, 6)
+    entries = {key("linear"): plain, key("linear_shrink"): shrink}
+    table = TilingTable(entries | ({key("scaled"): own, key("scaled_shrink"): other} if searched else {}))
+    a, b = torch.empty(8, 16, 3584, dtype=torch.bfloat16), torch.empty(8, 3584, 16, dtype=torch.bfloat16)
+    routing = make_routing([(np.arange(32), ((0, 1.0),))], 32, [16] * 8, [1.0] * 8, "cpu", dense=True)
+    found = tiles_of("scaled", a, b, routing, table)
+    assert found == (Tiles("scaled", other, own) if searched else Tiles("scaled", shrink, replace(plain, block_k=256)))
 
 
 def test_the_shipped_table_has_the_decode_tiles_of_a_7b_shape() -> None:

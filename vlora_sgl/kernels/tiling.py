@@ -24,10 +24,11 @@ logger = logging.getLogger(__name__)
 TABLES = Path(__file__).parent / "tiling_tables"
 OPS = (
     *("linear", "linear_shrink", "expand", "grouped_shrink", "grouped_expand", "grouped_write", "shrink"),
-    "grouped_silu",
+    *("grouped_silu", "scaled", "scaled_shrink"),
 )
 """A key holds the index: new ones go to the end. ``linear_shrink`` runs beside the base GEMM of ``linear`` and must
-leave it room; ``shrink`` runs alone, before ``expand``, where it must fill the chip."""
+leave it room; ``shrink`` runs alone, before ``expand``, where it must fill the chip. ``scaled`` is ``linear`` on a
+weight in e4m3, whose block_k counts numbers."""
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 # Field -> bits, most significant first: 128 in all.
 FIELDS = {"op": 8, "dtype": 8, "pairs": 8, "rank": 16, "rows": 8, "slots": 8, "parts": 8, "n": 32, "k": 32}
@@ -123,6 +124,10 @@ class TilingTable:
             self._seen[key] = tile
         return tile
 
+    def has(self, op: str) -> bool:
+        """Whether an operation was searched."""
+        return OPS.index(op) in self._by_op
+
     @classmethod
     def load(cls, path: Path) -> TilingTable:
         """Read a table written by the search.
@@ -153,6 +158,8 @@ def default_tile(fields: Mapping[str, int]) -> Tile:
     return {
         "linear": Tile(block_m, 64, 128, 2, 4, 4),
         "linear_shrink": Tile(block_m, 32, 256, 4, 4, 3),
+        "scaled": Tile(block_m, 64, 256, 2, 4, 4),
+        "scaled_shrink": Tile(block_m, 32, 256, 4, 4, 3),
         "shrink": Tile(block_m, min(64 if deep else 32, 1 << bucket(low)), 256, 16 if deep else 7, 4, 3),
         "expand": Tile(block_m, 128 if wide else 32, 0, 1, 4, 4),
         "grouped_shrink": Tile(64, 64 * min(2, fields["pairs"]), 64, 1 if rows >= 4096 else 4, 4, 4),

@@ -35,14 +35,19 @@ from triton.runtime.errors import OutOfResources
 from vlora_sgl.core import JsonDict
 from vlora_sgl.kernels import tiling
 from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm_torch, launch, make_routing
-from vlora_sgl.kernels.atmm.launch import FIRST, Tiles
+from vlora_sgl.kernels.atmm.launch import FIRST, ScaledInput, Tiles
 from vlora_sgl.kernels.tiling import Tile, pack
+from vlora_sgl.scaled import E4M3, quantise
 
 L2_BYTES = 50 << 20
 MAX_ERROR_RATIO = 4.0
 READ_RATE = 3.0e12  # bytes per second from device memory, and from L2: the roofline of the pruning step
 CACHE_RATE = 5.5e12
 SHARED_BYTES = 227 << 10
+SCALED = ("scaled_shrink", "scaled")
+"""On a weight in e4m3: for cards of Hopper's kind, and asked for by name."""
+BASES = ("linear_shrink", "linear", *SCALED)
+"""Operations with a base GEMM."""
 PARTNER = {**{first: end for end, first in reversed(FIRST.items())}, **FIRST}
 """The other launch that an operation is timed with."""
 
@@ -117,6 +122,8 @@ def bytes_and_flops(job: Job) -> tuple[float, float]:
     elements = {
         "linear": x + y + a + b + p.n * p.k,
         "linear_shrink": x + y + a + b + p.n * p.k,
+        "scaled": x + y + a + b + (x + p.n * p.k) / size,
+        "scaled_shrink": x + y + a + b + (x + p.n * p.k) / size,
         "shrink": x + a + h,
         "expand": h + b + 2 * y,
         "grouped_shrink": x + a + h,
@@ -125,7 +132,7 @@ def bytes_and_flops(job: Job) -> tuple[float, float]:
         "grouped_silu": h + b + 1.5 * y,
     }[job.op]
     flops = 2.0 * job.rows * job.pairs * {"s": low * p.k, "e": job.rank * p.n}["s" if "shrink" in job.op else "e"]
-    if job.op in ("linear", "linear_shrink"):
+    if job.op in BASES:
         flops = 2.0 * job.rows * (p.n * p.k + job.pairs * (low * p.k + job.rank * p.n))
     return float(elements * size), flops
 
@@ -142,13 +149,13 @@ def candidates(job: Job) -> list[Tile]:
     if job.op == "grouped_silu":  # two accumulators: 128 columns need 8 warps
         shapes = itertools.product(((32, 4), (64, 4), (64, 8), (128, 8)), ((1, 2), (4, 2), (4, 3), (16, 2), (16, 3)))
         return _with_own(job, (Tile(block_m, n, 0, 1, w, stages, run=run) for (n, w), (run, stages) in shapes))
-    if job.op == "linear":
+    if job.op in ("linear", "scaled"):
         return _linears(job, block_m)
     grouped = job.op == "grouped_shrink"
     ranked: list[tuple[float, Tile]] = []
     narrow = min(64, 16 * (len(job.projection.offsets) - 1)) if grouped else 16
     # Beside a base GEMM a small program leaves more of that one's room on the multiprocessor.
-    rooms = (100 << 10, 48 << 10) if job.op == "linear_shrink" else (100 << 10,)
+    rooms = (100 << 10, 48 << 10) if job.op in BASES else (100 << 10,)
     sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8, 16), rooms)
     for n, k, split, room in sizes:
         stage = (block_m + n) * k * job.dtype.itemsize
@@ -166,8 +173,10 @@ def candidates(job: Job) -> list[Tile]:
 def _linears(job: Job, block_m: int) -> list[Tile]:
     """Base GEMM and expand in one launch: what keeps enough bytes under way on each multiprocessor."""
     ranked = []
-    for n, k, split, share in itertools.product((32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 6, 8), (1, 2, 3)):
-        stage = (block_m + n) * k * job.dtype.itemsize
+    size = 1 if job.op == "scaled" else job.dtype.itemsize
+    steps = [bytes_ // size for bytes_ in (128, 256, 512)]
+    for n, k, split, share in itertools.product((32, 64, 128), steps, (1, 2, 3, 4, 6, 8), (1, 2, 3)):
+        stage = (block_m + n) * k * size
         stages = min(8, SHARED_BYTES // share // stage)
         programs = math.ceil(job.projection.n / n) * split
         if stages < 3 or job.projection.k < 3 * k * split or (split > 1 and programs > 3000):
@@ -237,11 +246,16 @@ class Case:
         self.y = [rand(job.rows, p.n) for _ in range(self.copies)]
         self.a = [rand(job.slots, parts * job.rank, p.k).mul_(p.k**-0.5) for _ in range(self.copies)]
         self.b = [rand(job.slots, p.n, job.rank).mul_(job.rank**-0.5) for _ in range(self.copies)]
-        self.w = (
-            [rand(p.n, p.k).mul_(p.k**-0.5) for _ in range(self.copies)]
-            if job.op in ("linear", "linear_shrink")
-            else []
-        )
+        self.w = [rand(p.n, p.k).mul_(p.k**-0.5) for _ in range(self.copies)] if job.op in BASES else []
+        self.scaled: list[ScaledInput | None] = [None] * self.copies
+        if job.op in SCALED:
+            numbers = [quantise(w, (1, p.k), E4M3) for w in self.w]
+            inputs = [quantise(x, (1, p.k), E4M3) for x in self.x]
+            self.w = [one.weight for one in numbers]
+            self.scaled = [
+                ScaledInput(x.weight, x.scale.view(-1), one.scale.view(-1))
+                for x, one in zip(inputs, numbers, strict=True)
+            ]
         rows = np.arange(job.rows, dtype=np.int32)
         groups = []
         for s, own in enumerate(np.array_split(rows, min(job.slots, job.rows))):
@@ -262,7 +276,15 @@ class Case:
         other = other or tiling.default_tile(tiling.unpack(replace(job, op=PARTNER[job.op]).key))
         tiles = Tiles(job.op, other, tile) if job.op in FIRST else Tiles(PARTNER[job.op], tile, other)
         operands = (self.y[i], self.x[i], self.a[i], self.b[i], self.routing, job.projection.offsets)
-        return launch.run(tiles, operands, weight=self.w[i] if self.w else None, start=start)
+        weight = self.w[i] if self.w else None
+        return launch.run(tiles, operands, weight=weight, scaled=self.scaled[i], start=start)
+
+    def base(self, i: int, dtype: torch.dtype) -> torch.Tensor:
+        """The base GEMM of copy ``i``, computed in a type."""
+        if (scaled := self.scaled[i]) is None:
+            return F.linear(self.x[i].to(dtype), self.w[i].to(dtype))
+        wide = scaled.numbers.to(dtype) * scaled.scale[:, None].to(dtype)
+        return F.linear(wide, self.w[i].to(dtype) * scaled.weight_scale[:, None].to(dtype))
 
 
 def compile_only(job: Job, tile: Tile) -> bool:
@@ -284,10 +306,11 @@ def error_ratio(case: Case, run: Callable[[int], torch.Tensor]) -> float:
     """max |out - float64| over torch's own same-dtype error, on poisoned outputs where the operation writes them."""
     job, offsets = case.job, case.job.projection.offsets
     x, a, b = case.x[0], case.a[0], case.b[0]
-    writes = job.op in ("linear", "linear_shrink", "grouped_write", "grouped_shrink")
+    writes = job.op in (*BASES, "grouped_write", "grouped_shrink")
     start = torch.zeros_like(case.y[0]) if writes else case.y[0].clone()
     if case.w:
-        exact, own = x.double() @ case.w[0].double().T, F.linear(x, case.w[0])
+        exact = case.base(0, torch.float64)
+        own = case.base(0, torch.float32 if job.op in SCALED else job.dtype).to(job.dtype)
     else:
         exact, own = start.double(), start.clone()
     routing = case.routing
@@ -340,7 +363,7 @@ def jobs_of(
     """The keys of a model, decode before prefill, each operation's expand before what needs it."""
     for count, s, rank, p in itertools.product(rows, slots, ranks, shapes):
         if count <= DENSE_MAX_ROWS:
-            for op in ("linear_shrink", "linear", "shrink", "expand"):
+            for op in (*BASES, "shrink", "expand"):
                 yield Job(op, p, rank, count, s, 1, dtype)
         else:
             activation = ("grouped_silu",) if p.is_gate_up else ()
@@ -438,7 +461,7 @@ def _best(job: Job, tiles: Sequence[Tile], done: dict[int, tuple[Tile, JsonDict]
         "tried": len(timed),
     }
     if job.op == "linear":
-        base = measure(lambda i: F.linear(case.x[i], case.w[i]), case.copies)[0]
+        base = measure(lambda i: case.base(i, job.dtype), case.copies)[0]
         row |= {"base_us": round(base, 2)}
     return row
 
@@ -450,7 +473,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 256, 1024, 8192])
     parser.add_argument("--slots", type=int, nargs="+", default=[8])
-    parser.add_argument("--ops", nargs="+", default=tiling.OPS, choices=tiling.OPS)
+    plain = [op for op in tiling.OPS if op not in SCALED]
+    parser.add_argument(
+        "--ops", nargs="+", default=plain, choices=tiling.OPS, help=f"also {' '.join(SCALED)}, on Hopper"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--budget", type=float, default=1800.0, help="seconds after which the search stops")
     parser.add_argument("--limit", type=int, default=24, help="candidates per key that survive the pruning")

@@ -177,7 +177,7 @@ def atmm_scaled(
     given = None if vectors is None else Vectors(vectors, bias)
     y = x.new_empty((routing.rows, offsets[-1]))
     launch.check(y, x, a, b, routing, offsets, given)
-    tiles, wanted = tiles_of("linear", a, b, routing, table), _wanted(given, routing)
+    tiles, wanted = tiles_of("scaled", a, b, routing, table), _wanted(given, routing)
     operands = y, x, a, b, routing, offsets
     return launch.run(tiles, operands, weight=weight, bias=bias, vectors=wanted, scaled=scaled)
 

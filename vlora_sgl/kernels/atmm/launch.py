@@ -27,12 +27,16 @@ BOUNDS = ("O1", "O2", "O3", "O4")
 _SHARED = 160 << 10  # bytes that the pipeline of an expand may fill
 FIRST = {
     "linear": "linear_shrink",
+    "scaled": "scaled_shrink",
     "expand": "shrink",
     "grouped_write": "grouped_shrink",
     "grouped_expand": "grouped_shrink",
     "grouped_silu": "grouped_shrink",
 }
 """What a call ends with -> the shrink before it; both as the tables call them (``tiling.OPS``)."""
+
+DENSE = ("linear", "scaled", "expand")
+"""Ends of few rows."""
 
 Start = Callable[..., object]
 """Called as ``start(kernel, grid, *args, **options)``: launches, or only compiles."""
@@ -56,7 +60,7 @@ def tiles_of(end: str, a: torch.Tensor, b: torch.Tensor, routing: Routing, table
     """The tiles of a call: those of ``table``, or of the device's own."""
     (_, n, r), (_, low, k) = b.shape, a.shape
     pairs = 1 if routing.tile_slots is None else routing.tile_slots.shape[1]
-    slots = routing.active_most if end in ("linear", "expand") else routing.slots
+    slots = routing.active_most if end in DENSE else routing.slots
     dtype = torch.bfloat16 if b.dtype == E4M3 else b.dtype  # eight bits are multiplied as sixteen
     return _resolve(table or table_for(b.device.index), end, (n, k, r, routing.rows, slots), low // r, pairs, dtype)
 
@@ -65,6 +69,9 @@ def tiles_of(end: str, a: torch.Tensor, b: torch.Tensor, routing: Routing, table
 def _resolve(
     table: TilingTable, end: str, shape: tuple[int, int, int, int, int], parts: int, pairs: int, dtype: torch.dtype
 ) -> Tiles:
+    if end == "scaled" and not table.has(end):
+        tiles = _resolve(table, "linear", shape, parts, pairs, dtype)
+        return replace(tiles, end=end, expand=replace(tiles.expand, block_k=2 * tiles.expand.block_k))  # as many bytes
     ops = FIRST[end], end
     return Tiles(end, *(table.lookup(pack(op, *shape, parts=parts, pairs=pairs, dtype=dtype)) for op in ops))
 
@@ -117,11 +124,11 @@ def run(
         start: launches each kernel.
 
     Returns:
-        y, to which ``expand`` and ``grouped_expand`` have added the adapters' part; ``linear`` has written base and
-        adapters to it, ``grouped_write`` the adapters' part of every row. ``grouped_silu`` leaves y [M, >= 2 I] and
-        returns the activation, [M, I], freshly allocated.
+        y, to which ``expand`` and ``grouped_expand`` have added the adapters' part; ``linear`` and ``scaled`` have
+        written base and adapters to it, ``grouped_write`` the adapters' part of every row. ``grouped_silu`` leaves y
+        [M, >= 2 I] and returns the activation, [M, I], freshly allocated.
     """
-    if tiles.end in ("linear", "expand"):
+    if tiles.end in DENSE:
         return _dense(tiles, operands, weight, bias, vectors, scaled, start)
     if tiles.end == "grouped_silu":
         return _grouped_silu(tiles, operands, vectors, start)
@@ -287,7 +294,6 @@ def _dense(
         return y
     block_m = _dense_rows(routing)
     left, x_scale, w_scale = scaled or (x, None, None)
-    expand = replace(expand, block_k=expand.block_k * x.itemsize // left.itemsize)  # as many bytes
     expand = fitting(expand, block_m, left.itemsize, shared_memory(x.device))
     start(
         dense.dense_linear_kernel, (columns * expand.split_k,),
