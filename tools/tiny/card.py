@@ -16,6 +16,14 @@ def of_directory(directory: Path) -> str:
     log, again = json.loads((directory / LOG).read_text()), directory / OTHER_LOG
     other = json.loads(again.read_text()) if again.is_file() else {}
     settings, routed = log["settings"], log["routed"]
+    trained = {name: row.get("card", log["card"]) for name, row in log["adapters"].items()}
+    elsewhere = {name: where for name, where in trained.items() if where != log["card"]}
+    others = "".join(f" {name} was trained later, on a {where.upper()}." for name, where in sorted(elsewhere.items()))
+    towers = " ".join(
+        f"So with {name}, which has weights for the vision tower and its projector, too."
+        for name, row in sorted(log["adapters"].items())
+        if row.get("tower")
+    )
     second = f" The last column is a second run, seed {other['settings']['seed']}." if other else ""
     base = _table(
         "question | accuracy | chance | blind | questions | second run",
@@ -52,7 +60,7 @@ packages and are not redistributed; china.jpg and flower.jpg are CC BY 2.0, the 
 Trained on one {log["card"]} with torch {log["versions"]["torch"]}: {settings["steps"]} steps of \
 {settings["batch_size"]} scenes ({log["minutes"]["pretraining"]:.1f} minutes; final answer loss \
 {log["pretraining"][-1]["answer_loss"]}), seed {settings["seed"]}; then steps of 32 examples for each adapter, with \
-the same seed. {LOG} has the curve.{second}
+the same seed. {LOG} has the curve.{others}{second}
 
 ## Base, on unseen combinations
 
@@ -77,7 +85,7 @@ the domain by an adjusted Rand index of {routed["adjusted_rand"]:.3f}.
 
 A head is compared with the decoded answer of the same adapter on the same pictures. `after_image` adapters leave the
 image's tokens to the base, so that all of them share its keys and values; compare their rows with those of the same
-domain.
+domain. {towers}
 
 Nothing was chosen on a test split: the number of steps is fixed, and a closed-set head keeps its trained weights only
 where they beat the LM head's own rows on the validation split by more than chance. Known limits: unseen

@@ -190,6 +190,11 @@ def _save(scenes: S.Scenes, folder: Path, seed: int) -> list[Path]:
     return paths
 
 
+def card(device: torch.device) -> str:
+    """What trains, as the log names it."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+
+
 def load(directory: Path, device: torch.device) -> tuple[Any, Any]:
     """A saved model, in float32, and its processor."""
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
@@ -226,6 +231,7 @@ def train_adapter(
     report: dict[str, Any] = {
         "invocation": activate,
         "tower": tower,
+        "card": card(device),
         "steps": steps,
         "base": before,
         "adapter": float(np.mean(trainer.exact_match(adapter, processor, test))),
@@ -293,7 +299,7 @@ def main() -> None:
             started = time.monotonic()
             if stage == "pretraining":
                 log["settings"] = {k: getattr(args, k) for k in ("steps", "batch_size", "adapter_steps", "seed")}
-                log["card"] = torch.cuda.get_device_name() if args.device.type == "cuda" else "cpu"
+                log["card"] = card(args.device)
                 log["versions"] = {"torch": torch.__version__}
                 log[stage] = make_base(model, args.device, args.steps, args.batch_size, args.seed)
             elif stage == "base":
