@@ -67,7 +67,7 @@ class RouterSettings:
 
 def joint(settings: RouterSettings) -> RouterSettings:
     """These settings, with members that learn along and votes that follow labels, so with fewer soft steps."""
-    return replace(settings, adapter_rate=1e-3, labels=0.5, soft_share=0.2, balance=1e-3, per_domain=400)
+    return replace(settings, adapter_rate=3e-4, labels=0.5, soft_share=0.2, balance=1e-3, per_domain=800)
 
 
 def load_members(model: PreTrainedModel, adapters: Mapping[str, Path]) -> PeftModel:
