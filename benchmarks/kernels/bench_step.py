@@ -154,16 +154,14 @@ def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
         options |= {"quantization": args.quantization}
     if args.tp > 1:
         options |= {"tp_size": args.tp}
-    if tiny:
-        options |= {"max_total_tokens": 4096}
-    else:
+    # Several engines share the card; each takes what its weights need and this many tokens.
+    options |= {"max_total_tokens": args.batch * (args.input + args.steps + 64)}
+    if not tiny:
         options |= {
             "load_format": "dummy",
             "sampling_backend": "pytorch",
             "cuda_graph_bs_decode": [32],
-            # Several engines share the card; each takes what its weights need and this many tokens.
-            "mem_fraction_static": 0.96 if name.startswith("merged") else 0.9,  # beside a copy of the weights
-            "max_total_tokens": args.batch * (args.input + args.steps + 64),
+            "mem_fraction_static": 0.98,
             "chunked_prefill_size": 8192,
         }
         attention = "triton" if name == "off_triton" else args.attention
@@ -228,6 +226,9 @@ def serve(args: argparse.Namespace) -> None:
     adapters = [args.directory / folder(args.engine, args.rank) / f"adapter{i}" for i in range(count)]
     flag = Path(os.environ[MIXTURE_FLAG])
     engine = build(args.engine, adapters, args)
+    held, needed = engine.get_server_info()["max_total_num_tokens"], args.batch * (args.input + args.steps + 1)
+    if held < needed:  # it would run its rows in turns, and a step would seem long
+        raise RuntimeError(f"the device has room for {held} tokens of {needed}; start fewer engines together (--skip)")
     prompts = [[100 + (31 * row + i) % 200 for i in range(args.input)] for row in range(args.batch)]
     print(ANSWER + json.dumps("ready"), flush=True)
     for line in sys.stdin:

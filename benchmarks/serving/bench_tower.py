@@ -74,6 +74,7 @@ def encoded(scheduler: Any, case: str, eager: bool, side: int, repeats: int) -> 
         seconds = [timed(model, items) for _ in range(repeats)]
         made = getattr(graphs, "replays", 0) - replays
         plain = model.get_image_feature([image(None, number, side, model.visual) for number in range(IMAGES)])
+        scheduler.forward_stream.synchronize()  # what follows is read on another stream
         if graphs is not None:
             graphs.limit = limit
     if graphs is not None and made != (0 if eager else repeats * IMAGES):
