@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -152,7 +153,8 @@ def built(monkeypatch: pytest.MonkeyPatch, line: Any) -> dict[str, Any]:
         def __init__(self, **given: Any) -> None:
             kept.update(given)
 
-    monkeypatch.setattr("vlora_sgl.engine.Engine", Engine)
+    # The module itself would install the plugin in this process.
+    monkeypatch.setitem(sys.modules, "vlora_sgl.engine", SimpleNamespace(Engine=Engine))
     monkeypatch.setattr(bench_step, "build_stock_engine", lambda **given: kept.update(given))
     bench_step.build(line.engine, [], line)
     return kept
