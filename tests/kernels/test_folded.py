@@ -14,7 +14,7 @@ from vlora_sgl.kernels.merge.folded import WORDS, FoldTable, FoldTarget, _fold_k
 from vlora_sgl.scaled import E4M3, FULL, Scaled, quantise, refit, spread
 
 SLOTS, MAX_RANK = 3, 136
-OPERATIONS = 12
+OPERATIONS = 18
 """Tests of the kernel itself."""
 
 
@@ -101,6 +101,19 @@ def test_a_fold_is_the_quantised_float64_sum(device: torch.device, dtype: torch.
         slack = (rank + 3) * 2.0**-23 * terms
         assert ((t.weight.wide().double() - exact).abs() <= (exact.abs() * 2**-4).maximum(step) + slack).all(), t.name
         assert (t.weight.weight.float() == expected.weight.float()).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("size", [1.0, 300.0, 1000.0])
+def test_a_row_without_a_scale_gets_one(device: torch.device, blocks: bool, size: float) -> None:
+    """Such a row is zeros; 300 fits into e4m3 with a scale of 1."""
+    (target,) = stack((20,), 40, "down", device, blocks=blocks)
+    target.base.weight.view(torch.uint8)[:] = 0
+    target.base.scale[:] = 0
+    target.lora_a[1, 0], target.lora_b[1, :, 0] = size, 1.0
+    FoldTable([target]).merge(frozenset({"down"}), slot=1, rank=1, scaling=1.0)
+    assert (target.weight.wide() - size).abs().max() <= size / 16
+    assert same(target.weight, fold_reference(target.base, target.lora_a[1, :1], target.lora_b[1, :, :1], 1.0))
 
 
 @pytest.mark.parametrize("where", ["nowhere", "at the start", "at the end"])

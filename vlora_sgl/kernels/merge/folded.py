@@ -212,7 +212,7 @@ def _fold_kernel(
         sums = _sums(w0, a, b, held, one + given, tl.div_rn(one + scaling, one + old), rows, cols, n, k, b_row, rank,
                      PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
         fit = _fit(tl.max(tl.max(tl.abs(sums), 1), 0), LIMIT)
-        tl.store(scale + place, tl.where(fit == 0, given, old * _power(fit)))
+        tl.store(scale + place, old * _power(fit))
         inside = (rows[:, None] < n) & (cols[None, :] < k)
         tl.store(w + rows[:, None] * k + cols[None, :], _to_e4m3(sums * _power(-fit), NATIVE), mask=inside)
     else:
@@ -238,7 +238,7 @@ def _fold_kernel(
             inside = live[:, None] & (start + lane < stop)[None, :]
             tl.store(w + rows[:, None] * k + (start + lane)[None, :], _to_e4m3(sums, NATIVE), mask=inside)
         fit = _fit(largest, LIMIT)
-        tl.store(scale + rows, tl.where(fit == 0, given, old * _power(fit)), mask=live)
+        tl.store(scale + rows, old * _power(fit), mask=live)
         if tl.max(tl.abs(fit), 0) > 0:
             shrink = _power(-fit)[:, None]
             for start in tl.range(0, k, BLOCK_K, num_stages=3):
