@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.bench_step --summary results/summary.json      # an H100, about 4 minutes
     python -m benchmarks.kernels.bench_step --vllm-python PATH --summary …      # vLLM's engine beside them
     python -m benchmarks.kernels.bench_step --shape 3b --skip stock             # a Qwen2.5-VL-3B, or llava-7b
-    python -m benchmarks.kernels.bench_step --forms --before TREE [TREE ...]    # more than plain LoRA, about 4 minutes
+    python -m benchmarks.kernels.bench_step --forms --before TREE               # more than plain LoRA, about 4 minutes
     python -m benchmarks.kernels.bench_step --tp 2                              # two tensor-parallel ranks
     python -m benchmarks.kernels.bench_step --tiny                              # a check on a laptop, records nothing
 
@@ -19,9 +19,9 @@ a device copy.
 ``e4m3`` is eight adapters of rank 64 in eight bits (``--vlora-adapter-weights fp8``).
 
 ``--forms`` times what is more than plain LoRA instead: rows of two and of four of the eight adapters, eight DoRA
-adapters, and beside them, with ``--before``, plain adapters and base rows by other checkouts of this repository (by
-the first one those of rank 16, too). ``plain_step_change`` is the largest difference of those from this tree's, over
-LoRA off; positive is slower. Set ``--attention``, as trees may choose differently.
+adapters, and beside them, with ``--before``, plain adapters, of rank 16 too, and base rows by another checkout of
+this repository. ``plain_step_change`` is the largest difference of those from this tree's, over LoRA off; positive is
+slower. Set ``--attention``, as trees may choose differently.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PHASES: tuple[dict[str, int], ...] = (
     {"off": 0, "off_triton": 0, "ours": 64, "apart": 64, "merged": 64, "stock": 64, "vllm": 64},
     {"ours16": 16, "slots64": 64, "each16": 16, "e4m3": 64},
 )
-FORMS: dict[str, int] = {"off": 0, "forms": 64, "dora": 64, "ours16": 16}
+FORMS: dict[str, int] = {"off": 0, "forms": 64, "dora": 64, "ours16": 16, "before": 64, "before16": 16}
 CASES = {
     "off": ("base",),
     "off_triton": ("base",),
@@ -78,8 +78,8 @@ CASES = {
     "vllm": ("base", "eight"),
     "forms": ("base", "one", "eight", "mixture", "combined2", "combined4"),
     "dora": ("eight",),
-    **{f"before{number}": ("base", "one", "eight", "mixture") for number in range(3)},
-    "before0_16": ("eight",),
+    "before": ("base", "one", "eight", "mixture"),
+    "before16": ("eight",),
     # Of bench_moe:
     "merged16": ("one",),
     "stock16": ("base", "eight"),
@@ -109,8 +109,8 @@ FORM_FIGURES = {
     "combined4_over_2": (("forms", "combined4"), ("forms", "combined2")),
 }
 CHANGE_FIGURE = "plain_step_change"
-NOW = {"before0_16": "ours16"}
-"""Engine of another checkout -> the one of this that it is compared with, by default ``forms``."""
+NOW = {"before": "forms", "before16": "ours16"}
+"""Engine of another checkout -> the one of this that it is compared with."""
 
 
 # In the engine's process
@@ -264,9 +264,8 @@ class Worker:
             environment["PYTHONPATH"] = ""  # it has packages of its own
         else:
             own, source = name, Path(__file__)
-            if name.startswith("before"):  # which knows no such name
-                first, _, lower = name.removeprefix("before").partition("_")
-                own, tree = f"ours{lower}", args.before[int(first)].resolve()
+            if name in NOW:  # which knows no such name
+                own, tree = name.replace("before", "ours"), args.before.resolve()
                 environment["PYTHONPATH"] = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
                 source = tree / Path(__file__).relative_to(ROOT)
             known = source.read_text()
@@ -414,9 +413,9 @@ def plain_changes(rows: list[dict[str, Any]], what: str) -> dict[tuple[str, str]
     """(engine of another checkout, case) -> how much longer it takes now, over LoRA off."""
     found = {(row["engine"], row["case"]): row[what] for row in rows}
     return {
-        (engine, case): (found[NOW.get(engine, "forms"), case] - value) / found["off", "base"]
+        (engine, case): (found[NOW[engine], case] - value) / found["off", "base"]
         for (engine, case), value in found.items()
-        if engine.startswith("before") and {("off", "base"), (NOW.get(engine, "forms"), case)} <= found.keys()
+        if engine in NOW and {("off", "base"), (NOW[engine], case)} <= found.keys()
     }
 
 
@@ -453,9 +452,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--apart", action="store_true", help="ours with the rotation in a launch of its own, too")
     parser.add_argument("--skip", nargs="*", default=[], choices=sorted(CASES), help="engines to leave out")
     parser.add_argument("--forms", action="store_true", help="what is more than plain LoRA instead")
-    parser.add_argument(
-        "--before", type=Path, nargs="+", default=[], metavar="TREE", help="with --forms: checkouts to compare with"
-    )
+    parser.add_argument("--before", type=Path, metavar="TREE", help="with --forms: another checkout to compare with")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; nothing is recorded")
     parser.add_argument("--summary", type=Path, help="where the figures go")
     parser.add_argument("--rows", type=Path, default=RESULTS / "kernels" / "step.json")
@@ -475,6 +472,7 @@ def main() -> None:
         write_figures(all_ratios(about["rows"]), args, about["card"])
         return
     wanted = {"vllm": args.vllm_python, "apart": args.apart, "merged": args.quantization}
+    wanted |= dict.fromkeys(NOW, args.before)
     args.skip += [name for name, given in wanted.items() if not given]
     began = time.monotonic()
     rows, figures = run_phases(args, began + args.limit)
@@ -551,9 +549,7 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
     """(rows, ratios) of all phases; engines that fail are left out with a message and the end of their log."""
     rows: list[dict[str, Any]] = []
     workers: dict[str, Worker] = {}
-    before = {f"before{number}": 64 for number in range(len(args.before))}
-    before |= {"before0_16": 16} if before else {}
-    phases: Sequence[dict[str, int]] = ({**FORMS, **before},) if args.forms else PHASES
+    phases: Sequence[dict[str, int]] = (FORMS,) if args.forms else PHASES
     phases = [{name: rank for name, rank in phase.items() if name not in args.skip} for phase in phases]
     if args.together:
         phases = [{name: rank for phase in phases for name, rank in phase.items()}]

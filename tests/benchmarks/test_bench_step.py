@@ -16,6 +16,7 @@ from benchmarks.kernels import bench_step
 from benchmarks.kernels.bench_step import (
     CASES,
     FORMS,
+    NOW,
     PHASES,
     Worker,
     adapters_of,
@@ -109,7 +110,7 @@ def test_figures_of_forms(tmp_path: Path) -> None:
     made = rows(**plain, forms__combined2=6.0, forms__combined4=7.2, dora__eight=6.3)
     found = form_figures(made)
     assert found == {"dora_over_lora": pytest.approx(1.05), "combined4_over_2": pytest.approx(1.2)}
-    more = form_figures([*made, *rows(before0__base=4.0, before0__one=5.0, before0__eight=6.04)])
+    more = form_figures([*made, *rows(before__base=4.0, before__one=5.0, before__eight=6.04)])
     assert more["plain_step_change"] == pytest.approx(-0.01), "the largest, whichever way it goes"
     given = {"attention": None, "quantization": None, "input": 256, "shape": "7b", "tp": 1}
     args = type("", (), {**given, "summary": tmp_path / "summary.json"})
@@ -162,10 +163,10 @@ def built(monkeypatch: pytest.MonkeyPatch, line: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("more", [[], ["--quantization", "fp8"], ["--tp", "2"], ["--forms"], ["--together"]])
 def test_every_engine_is_asked_for_in_words_that_it_knows(monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
-    args = bench_step.parse(["--tiny", "--attention", "triton", *more, "--skip", "vllm"])
+    args = bench_step.parse(["--tiny", "--attention", "triton", *more, "--skip", "vllm", *NOW])
     lines = engines_asked_for(monkeypatch, lambda: bench_step.run_phases(args, time.monotonic() + 60))
     phases = (FORMS,) if args.forms else PHASES
-    assert lines.keys() == {name for phase in phases for name in phase} - {"vllm"}
+    assert lines.keys() == {name for phase in phases for name in phase} - {"vllm", *NOW}
     for name, line in lines.items():
         given = built(monkeypatch, line)
         assert ("vlora" in given) == (not name.startswith(("off", "stock")))
@@ -173,19 +174,19 @@ def test_every_engine_is_asked_for_in_words_that_it_knows(monkeypatch: pytest.Mo
         assert given.get("enable_lora", False) == (line.rank > 0)
 
 
-def test_engines_of_other_checkouts_are_asked_for_what_those_know(
+def test_engines_of_another_checkout_are_asked_for_what_that_knows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "benchmarks" / "kernels"
     folder.mkdir(parents=True)
     (folder / "bench_step.py").write_text('parser.add_argument("--attention")')
-    args = bench_step.parse(["--tiny", "--forms", "--attention", "triton", "--before", str(tmp_path), str(tmp_path)])
+    args = bench_step.parse(["--tiny", "--forms", "--attention", "triton", "--before", str(tmp_path)])
     monkeypatch.setattr(Worker, "run", Started.run)
     Started.commands = []
     bench_step.run_phases(args, time.monotonic() + 60)
     asked = [" ".join(command) for command in Started.commands]
-    assert sum("--fast-paths" in command for command in asked) == len(FORMS)
-    assert all("--attention triton" in command for command in asked) and len(asked) == len(FORMS) + 3
+    assert sum("--fast-paths" in command for command in asked) == len(FORMS) - len(NOW)
+    assert all("--attention triton" in command for command in asked) and len(asked) == len(FORMS)
 
 
 WANTED = """
