@@ -25,7 +25,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield torch.device("cuda")
         return
     if request.param == "interpreter":
-        monkeypatch.setattr(merge_kernel, "_merge_kernel", InterpretedFunction(merge_kernel._merge_kernel.fn))
+        for name in ("_merge_kernel", "factors_of"):
+            monkeypatch.setattr(merge_kernel, name, InterpretedFunction(getattr(merge_kernel, name).fn))
     yield torch.device("cpu")
 
 

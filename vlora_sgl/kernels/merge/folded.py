@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from vlora_sgl.kernels.devices import is_hopper
+from vlora_sgl.kernels.merge.rows import common_alignment, factors_of
 from vlora_sgl.scaled import E4M3, FULL, Scaled, refit
 
 ROWS, COLUMNS, TALL = 64, 128, 128
@@ -187,17 +188,11 @@ def _fold_kernel(
     program = tl.program_id(0)
     row = table + tl.load(tiles + 2 * program).to(tl.int64) * words
     place = tl.load(tiles + 2 * program + 1)
-    pool_align: tl.constexpr = ALIGN * (pool_like.dtype.element_ty.primitive_bitwidth // 8)
     w = tl.multiple_of(tl.load(row + 0).to(like.dtype), ALIGN)
     w0 = tl.multiple_of(tl.load(row + 1).to(like.dtype), ALIGN)
     n = tl.load(row + 4).to(tl.int32)
     k = tl.multiple_of(tl.load(row + 5).to(tl.int32), ALIGN)
-    a_slot = tl.multiple_of(tl.load(row + 6), ALIGN)
-    b_slot = tl.multiple_of(tl.load(row + 7), ALIGN)
-    b_row = tl.multiple_of(tl.load(row + 8).to(tl.int32), ALIGN)
-    first_a = tl.load(row + 9) * rank
-    a = tl.multiple_of(tl.load(row + 2).to(pool_like.dtype), pool_align) + slot * a_slot + first_a * k
-    b = tl.multiple_of(tl.load(row + 3).to(pool_like.dtype), pool_align) + slot * b_slot
+    a, b, b_row = factors_of(row, pool_like, slot, rank, k, ALIGN)
     scale = tl.load(row + 10).to(tl.pointer_type(tl.float32))
     scale0 = tl.load(row + 11).to(tl.pointer_type(tl.float32))
     lane = tl.arange(0, BLOCK_K)
@@ -224,19 +219,15 @@ def _fold_kernel(
         factor = tl.div_rn(tl.zeros((BLOCK_N,), tl.float32) + scaling, old)[:, None]
         largest = tl.zeros((BLOCK_N,), tl.float32)
         first = tl.minimum(tl.cdiv(k, 8 * BLOCK_K) * BLOCK_K, k)
-        for start in tl.range(0, first, BLOCK_K, num_stages=3):
-            sums = _sums(w0, a, b, held, given[:, None], factor, rows, start + lane, n, k, b_row, rank,
-                         PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
-            largest = tl.maximum(largest, tl.max(tl.abs(sums), 1))
-            inside = live[:, None] & (start + lane < k)[None, :]
-            tl.store(w + rows[:, None] * k + (start + lane)[None, :], _to_e4m3(sums, NATIVE), mask=inside)
-        stop = tl.where(tl.max(largest, 0) <= LIMIT, k, 0)
-        for start in tl.range(first, k, BLOCK_K, num_stages=3):
-            sums = _sums(w0, a, b, held, given[:, None], factor, rows, start + lane, n, k, b_row, rank,
-                         PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
-            largest = tl.maximum(largest, tl.max(tl.abs(sums), 1))
-            inside = live[:, None] & (start + lane < stop)[None, :]
-            tl.store(w + rows[:, None] * k + (start + lane)[None, :], _to_e4m3(sums, NATIVE), mask=inside)
+        stop = k
+        for part in tl.static_range(0, 2):
+            for start in tl.range(part * first, first if part == 0 else k, BLOCK_K, num_stages=3):
+                sums = _sums(w0, a, b, held, given[:, None], factor, rows, start + lane, n, k, b_row, rank,
+                             PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
+                largest = tl.maximum(largest, tl.max(tl.abs(sums), 1))
+                inside = live[:, None] & (start + lane < stop)[None, :]
+                tl.store(w + rows[:, None] * k + (start + lane)[None, :], _to_e4m3(sums, NATIVE), mask=inside)
+            stop = tl.where(tl.max(largest, 0) <= LIMIT, k, 0)
         fit = _fit(largest, LIMIT)
         tl.store(scale + rows, old * _power(fit), mask=live)
         if tl.max(tl.abs(fit), 0) > 0:
@@ -246,24 +237,6 @@ def _fold_kernel(
                              PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
                 inside = live[:, None] & (start + lane < k)[None, :]
                 tl.store(w + rows[:, None] * k + (start + lane)[None, :], _to_e4m3(sums * shrink, NATIVE), mask=inside)
-
-
-def common_alignment(rows: Sequence[Sequence[int]], size: int, pool: int) -> int:
-    """The largest power of two of a weight's elements, at most 16 bytes, dividing all addresses and strides.
-
-    Args:
-        rows: of a table: addresses of weight, copy, A and B, rows, columns, strides of slots of A and B, of B's rows.
-        size, pool: bytes of an element of a weight and of a pool.
-    """
-    align = 16 // size
-    while align > 1 and any(
-        any(address % (align * size) for address in row[:2])
-        or any(address % (align * pool) for address in row[2:4])
-        or any(stride % align for stride in row[5:9])
-        for row in rows
-    ):
-        align //= 2
-    return align
 
 
 class FoldTable:

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from vlora_sgl.kernels.devices import shared_memory
-from vlora_sgl.kernels.merge.folded import FoldTable, FoldTarget, common_alignment
+from vlora_sgl.kernels.merge.folded import FoldTable, FoldTarget
+from vlora_sgl.kernels.merge.rows import common_alignment, factors_of
 from vlora_sgl.scaled import E4M3
 
 COLUMNS = 12  # int64 words of the table per target; the kernel names them
@@ -157,7 +158,6 @@ def _merge_kernel(
     row = table + tl.load(tiles + 2 * program).to(tl.int64) * columns
     place = tl.load(tiles + 2 * program + 1)
     bytes_align: tl.constexpr = ALIGN * (like.dtype.element_ty.primitive_bitwidth // 8)
-    pool_align: tl.constexpr = ALIGN * (pool_like.dtype.element_ty.primitive_bitwidth // 8)
 
     w = tl.multiple_of(tl.load(row + 0).to(like.dtype), bytes_align)
     w0 = tl.multiple_of(tl.load(row + 1).to(like.dtype), bytes_align)
@@ -173,12 +173,7 @@ def _merge_kernel(
         offsets = rows[:, None] * k + cols[None, :]
         tl.store(w + offsets, tl.load(w0 + offsets, mask=inside, eviction_policy="evict_first"), mask=inside)
     else:
-        a_slot = tl.multiple_of(tl.load(row + 6), ALIGN)
-        b_slot = tl.multiple_of(tl.load(row + 7), ALIGN)
-        b_row = tl.multiple_of(tl.load(row + 8).to(tl.int32), ALIGN)
-        first = tl.load(row + 9) * rank
-        a = tl.multiple_of(tl.load(row + 2).to(pool_like.dtype), pool_align) + slot * a_slot + first * k
-        b = tl.multiple_of(tl.load(row + 3).to(pool_like.dtype), pool_align) + slot * b_slot
+        a, b, b_row = factors_of(row, pool_like, slot, rank, k, ALIGN)
         # Rows of the slot past the adapter's rank hold what an earlier, wider adapter left: mask both sides.
         r = tl.arange(0, BLOCK_R)
         a_tile = tl.load(a + r[:, None] * k + cols[None, :], mask=(r[:, None] < rank) & (cols[None, :] < k), other=0.0)
