@@ -74,7 +74,7 @@ def encoded(scheduler: Any, case: str, eager: bool, side: int, repeats: int) -> 
         seconds = [timed(model, items) for _ in range(repeats)]
         made = getattr(graphs, "replays", 0) - replays
         plain = model.get_image_feature([image(None, number, side, model.visual) for number in range(IMAGES)])
-        scheduler.forward_stream.synchronize()  # what follows is read on another stream
+        settle()  # what follows is read on another stream
         if graphs is not None:
             graphs.limit = limit
     if graphs is not None and made != (0 if eager else repeats * IMAGES):
@@ -159,14 +159,19 @@ def capture(model: Any, graphs: Any, items: Sequence[Any]) -> None:
 
 def timed(model: Any, items: Sequence[Any]) -> float:
     """Seconds from the call to the end of its work."""
-    import torch
-
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    wait()
+    settle()
     begin = time.perf_counter()
     model.get_image_feature(items)
-    wait()
+    settle()
     return time.perf_counter() - begin
+
+
+def settle() -> None:
+    """Wait for the device, on every stream."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
