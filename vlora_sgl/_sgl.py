@@ -146,6 +146,7 @@ NAMES: dict[str, str] = {
     "LlavaForConditionalGeneration": "sglang.srt.models.llava:LlavaForConditionalGeneration",
     "LlavaLlamaForCausalLM": "sglang.srt.models.llava:LlavaLlamaForCausalLM",
     "Gemma3ForConditionalGeneration": "sglang.srt.models.gemma3_mm:Gemma3ForConditionalGeneration",
+    "CLIPMLP": "sglang.srt.models.clip:CLIPMLP",
     "CLIPVisionModel": "sglang.srt.models.clip:CLIPVisionModel",
     "default_weight_loader": "sglang.srt.model_loader.weight_utils:default_weight_loader",
     "Qwen2VLForConditionalGeneration": "sglang.srt.models.qwen2_vl:Qwen2VLForConditionalGeneration",
@@ -200,6 +201,7 @@ NAMES: dict[str, str] = {
     "SiluAndMul": "sglang.srt.layers.activation:SiluAndMul",
     "LlamaMLP": "sglang.srt.models.llama:LlamaMLP",
     "Qwen2MLP": "sglang.srt.models.qwen2:Qwen2MLP",
+    "Qwen2_5_VLMLP": "sglang.srt.models.qwen2_5_vl:Qwen2_5_VLMLP",
     "UnquantizedLinearMethod": "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod",
     # quantised linears, and the configurations that choose them
     "Fp8Config": "sglang.srt.layers.quantization.fp8:Fp8Config",

@@ -4,8 +4,9 @@
     python -m benchmarks.serving.bench_page --step    # minutes, on a GPU: page.step_overhead
 
 ``--step`` decodes a full batch of eight adapters on a server of ours (7B shape; ``--tiny`` to try it on a CPU), and
-counts its steps while ``GET /vlora/live`` is read and while it is not, in turn. ``page.step_overhead`` is what a
-watched step takes longer, over 5 ms.
+counts its steps while ``GET /vlora/live`` is read and while it is not, in turn. Steps get longer as answers do, so
+each stretch is of an answer's same steps. ``page.step_overhead`` is what a watched step takes longer, over 5 ms: the
+median over pairs of stretches.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def watching(url: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decoding(server: Server, rows: int, tokens: int) -> Iterator[None]:
-    """So many rows of all adapters decode meanwhile.
+    """So many rows of all adapters decode meanwhile, from their first tokens on.
 
     Raises:
         RuntimeError: a row was refused, or ended before the rest.
@@ -86,7 +87,7 @@ def decoding(server: Server, rows: int, tokens: int) -> Iterator[None]:
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(rows)]
     for thread in threads:
         thread.start()
-    time.sleep(3)
+    time.sleep(1)
     try:
         yield
     finally:
@@ -117,7 +118,7 @@ def steps_of(server: Server) -> int:
 
 
 def step_overhead(args: argparse.Namespace) -> float:
-    """What a watched step takes longer, over 5 ms: the mean over pairs of stretches."""
+    """What a watched step takes longer, over 5 ms: the median over pairs of stretches."""
     with tempfile.TemporaryDirectory() as scratch:
         ranks, slots = [8 if args.tiny else 64], ADAPTERS + 1
         made = make_deployment(
@@ -128,24 +129,27 @@ def step_overhead(args: argparse.Namespace) -> float:
         try:
             if why := server.wait(START_S):
                 raise SystemExit(why)
-            with decoding(server, 4 if args.tiny else ROWS, args.tokens):
-                # Steps get longer as the answers do: each comes first as often as the other.
-                pairs = [stretches(server, args.stretch, bool(number % 2)) for number in range(2 * args.rounds)]
+            rows = 4 if args.tiny else ROWS
+            stretch_of(server, rows, args, watched=False)  # what starts late is not counted
+            pairs = [stretches(server, rows, args, bool(number % 2)) for number in range(2 * args.rounds)]
         finally:
             server.stop()
     for plain, watched in pairs:
         print(f"step {1000 * plain:.3f} ms, watched {1000 * watched:.3f} ms", flush=True)
-    return statistics.mean(watched - plain for plain, watched in pairs) / STEP_S
+    return statistics.median(watched - plain for plain, watched in pairs) / STEP_S
 
 
-def stretches(server: Server, stretch: float, watched_first: bool) -> tuple[float, float]:
+def stretches(server: Server, rows: int, args: argparse.Namespace, watched_first: bool) -> tuple[float, float]:
     """Seconds of a step that nobody watches, and of one that somebody does, one after the other."""
-    found = {}
-    for watched in (watched_first, not watched_first):
-        time.sleep(2 + WATCHED_S)  # nobody has watched for long enough
-        with watching(server.url) if watched else contextlib.nullcontext():
-            found[watched] = step_seconds(server, stretch)
+    found = {watched: stretch_of(server, rows, args, watched) for watched in (watched_first, not watched_first)}
     return found[False], found[True]
+
+
+def stretch_of(server: Server, rows: int, args: argparse.Namespace, watched: bool) -> float:
+    """Seconds of a step over a stretch, of answers that have just begun."""
+    time.sleep(1 + WATCHED_S)  # nobody has watched for long enough
+    with watching(server.url) if watched else contextlib.nullcontext(), decoding(server, rows, args.tokens):
+        return step_seconds(server, args.stretch)
 
 
 def main() -> None:
@@ -154,8 +158,8 @@ def main() -> None:
     parser.add_argument("--step", action="store_true", help="measure page.step_overhead instead")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try --step on a CPU")
     parser.add_argument("--stretch", type=float, default=5.0, help="seconds of each")
-    parser.add_argument("--rounds", type=int, default=3, help="of two pairs of stretches, in both orders")
-    parser.add_argument("--tokens", type=int, default=20_000, help="of each row, more than the stretches need")
+    parser.add_argument("--rounds", type=int, default=4, help="of two pairs of stretches, in both orders")
+    parser.add_argument("--tokens", type=int, default=4_000, help="of each row, more than a stretch needs")
     parser.add_argument("--summary", type=Path, default=SUMMARY, help="file to append the figures to")
     args = parser.parse_args()
     if args.step:

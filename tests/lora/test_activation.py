@@ -106,6 +106,31 @@ def test_mlp_adds_in_the_activation_what_gate_up_left(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_mlp_interpreted")
+def test_mlp_of_an_encoder_adds_in_its_activation_what_gate_up_left(runtime: None) -> None:
+    """Its input has three dimensions, and its gate_up a bias; the slots are the vision tower's."""
+    from vlora_sgl.lora.tower_routing import TowerBackend
+
+    torch.manual_seed(0)
+    mlp = _sgl.Qwen2_5_VLMLP(HIDDEN, WIDTH, bias=True, hidden_act="silu")
+    mlp.down_proj, base = Through(), mlp.gate_up_proj
+    nn.init.normal_(base.weight, std=HIDDEN**-0.5)
+    nn.init.normal_(base.bias)
+    mlp.gate_up_proj = wrap_layer(_sgl.get_lora_layer, base, TowerBackend(4, torch.device("cpu")))
+    mlp.gate_up_proj.set_lora_info(torch.randn(4, 2 * RANK, HIDDEN) / 4, torch.randn(4, 2 * WIDTH, RANK) / 4)
+    x, linear = torch.randn(1, ROWS, HIDDEN), mlp.gate_up_proj
+    pair(nn.Sequential(mlp), 1)
+    route(mlp, RUNS)
+    y = x[0].double() @ base.weight.double().T + base.bias
+    groups, _ = groups_of(RUNS)
+    wanted = atmm_silu_reference(y, x[0], linear.a, linear.b, groups, RANKS, SCALINGS, linear.offsets)
+    torch.testing.assert_close(mlp(x)[0].double(), wanted, rtol=1e-4, atol=1e-5)
+    route(mlp, [((), ROWS)])
+    plain = mlp(x)
+    assert plain.shape == (1, ROWS, WIDTH) and (plain[0] - wanted).abs().max() > 0.1
+    assert torch.equal(plain, mlp.act.base_layer(base(x)[0]))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_mlp_interpreted")
 def test_mlp_never_loses_what_was_left(runtime: None) -> None:
     mlp = make_mlp("Qwen2MLP")
     pair(mlp, 1)
@@ -160,7 +185,7 @@ def test_a_replay_follows_refreshed_tables() -> None:
 
 @starter
 def test_mlp_interpreted() -> None:
-    assert passed_interpreted(__file__, "test_mlp") == 7
+    assert passed_interpreted(__file__, "test_mlp") == 8
 
 
 def test_an_mlp_that_does_more_between_the_two_is_left_alone(runtime: None) -> None:

@@ -168,16 +168,20 @@ class Adapters:
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.images, self.tables_made = encoder, [], 0
+        self.routed: list[Any] = []
         self.read: dict[str, int] | None = None
         encoder.forward = self.eager  # type: ignore[method-assign]
 
     def eager(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
         self.encoder.eager += 1
-        own = [slots[0][0] if slots else 1 for slots in self.images] or [1] * len(grid_thw)
+        own = [slots[0][0] if slots else 1 for slots in self.routed] or [1] * len(grid_thw)
         if self.read is not None:
             own = [self.read["is"]]
         parts = x.split(grid_thw.prod(1).tolist())
         return torch.cat([2 * factor * part for factor, part in zip(own, parts, strict=True)])
+
+    def route(self) -> None:
+        self.routed = self.images
 
     def applied_by(self, items: list[Any]) -> list[Any] | None:
         return None if any(item.vlora_adapter == 0 for item in items) else [((i.vlora_adapter, 1.0),) for i in items]
@@ -223,7 +227,7 @@ def encode(graphs: VisionGraphs, adapters: Adapters, *slots: int | None, grid: t
     x = torch.rand(len(slots) * math.prod(grid), 2)
     factors = torch.tensor([1.0 if slot is None else slot for slot in slots]).repeat_interleave(math.prod(grid))
     assert torch.equal(graphs(x, torch.tensor([grid] * len(slots))), 2 * factors[:, None] * x)
-    adapters.images = []
+    adapters.images = adapters.routed = []
 
 
 def test_images_with_adapters_have_graphs_of_their_own(adapted: tuple[VisionGraphs, Adapters]) -> None:

@@ -87,6 +87,14 @@ MODELS = {
     "qwen2.5-vl-7b": projections(3584, 18944, 28, 4),
     "llava-1.5-7b": projections(4096, 11008, 32, 32),
     "llava-1.5-13b": projections(5120, 13824, 40, 40),
+    # An image encoder, of whose q, k and v an adapter has one pair; SGLang pads the inner size to whole eights.
+    "qwen2.5-vl-vision": (
+        Projection("visual.qkv", (0, 3840), 1280),
+        Projection("visual.proj", (0, 1280), 1280),
+        Projection("visual.gate_up_proj", (0, 3424, 6848), 1280),
+        Projection("visual.down_proj", (0, 1280), 3424),
+        Projection("visual.merger", (0, 5120), 5120),
+    ),
 }
 
 

@@ -304,16 +304,17 @@ def pair_activations(model: nn.Module) -> list[Place]:
     Other models scale, clamp or reorder between the two, some in place; so only MLPs are taken whose ``forward`` is
     known to do nothing there.
     """
-    straight = (_sgl.LlamaMLP.forward, _sgl.Qwen2MLP.forward)
+    straight = {_sgl.LlamaMLP.forward: "act_fn", _sgl.Qwen2MLP.forward: "act_fn", _sgl.Qwen2_5_VLMLP.forward: "act"}
     places = []
     for mlp in list(model.modules()):
-        if type(mlp).forward not in straight:
+        name = straight.get(type(mlp).forward)
+        if name is None:
             continue
-        linear, activation = mlp.gate_up_proj, mlp.act_fn
+        linear, activation = mlp.gate_up_proj, getattr(mlp, name)
         if (
             isinstance(linear, AtmmMergedColumnLinear)
             and isinstance(activation, _sgl.SiluAndMul)
             and not linear.base_layer.gather_output
         ):
-            places.append(Place(mlp, "act_fn", AtmmSiluAndMul(activation, linear)))
+            places.append(Place(mlp, name, AtmmSiluAndMul(activation, linear)))
     return places

@@ -22,8 +22,9 @@ from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import AdapterError
+from vlora_sgl.kernels.atmm import on_kernels
 from vlora_sgl.kernels.merge import MergeTable
-from vlora_sgl.lora.layers import layer_class
+from vlora_sgl.lora.layers import layer_class, pair_activations
 from vlora_sgl.lora.layout import BaseLayout, is_tower, kind_of
 from vlora_sgl.lora.merge_bound import BaseSize, UpdateSize, base_sizes, merge_refusal, update_sizes
 from vlora_sgl.lora.merge_targets import largest_of_ranks, merge_targets, why_not_mergeable
@@ -33,7 +34,7 @@ from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.lora.stacking import StackedAdapter
 from vlora_sgl.lora.tower_routing import Feed, TowerRouting
 from vlora_sgl.multimodal.encoders import SERVED, encoder_of
-from vlora_sgl.seams import Place
+from vlora_sgl.seams import Place, Places
 from vlora_sgl.server_args import SLOT_UNIT
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ FEEDS = ("get_image_feature", "get_video_feature")
 """The methods of SGLang's models that are given the images of an encoder call."""
 
 LAYERS, IMAGES = "VisionAttention.qkv_proj", "Qwen2VLForConditionalGeneration.get_image_feature"
+ACTIVATIONS = "Qwen2_5_VLMLP.act"
 """Rows of ``plugin.TABLE``."""
 
 
@@ -185,7 +187,7 @@ class Tower(Slots):
         """Give the encoder SGLang's layers back, and the memory of all slots."""
         self.restore()
         self.routing.forget_graphs()
-        for place in [*(self._place(*one) for one in self._originals.items()), *self._feeds]:
+        for place in [*(self._place(*one) for one in self._originals.items()), *self._activations, *self._feeds]:
             place.put()
         for layout in self._layouts.values():
             layout.routes.clear()
@@ -195,11 +197,12 @@ class Tower(Slots):
         self.A_buffer, self.B_buffer, self.max_lora_rank = {}, {}, 0
         self.modules: dict[str, Any] = {}
         self._originals: dict[str, nn.Module] = {}
+        self._activations: list[Place] = []
         self.switcher: ModeSwitcher | None = None
         self.staging = torch.empty(0)
         self._base_sizes: dict[str, tuple[BaseSize, ...]] = {}
         self._held: dict[int, str] = {}
-        for row in (LAYERS, IMAGES):
+        for row in (LAYERS, ACTIVATIONS, IMAGES):
             seams.record(row, "no loaded adapter has weights for the vision tower")
 
     def _make(self, kinds: set[str], rank: int) -> None:
@@ -220,7 +223,16 @@ class Tower(Slots):
         self.switcher = self._make_switcher()
         places = [self._place(name, module) for name, module in self.modules.items()]
         seams.place(LAYERS, places)
+        seams.place(ACTIVATIONS, self._pair_activations())
         seams.place(IMAGES, [Place(owner, key, Feed(feed, self.routing)) for owner, key, feed in self._feeds])
+
+    def _pair_activations(self) -> Places:
+        """The activations that add what their gate_up leaves them."""
+        if not on_kernels(self.device):
+            return "it runs on a CPU"
+        pairs = pair_activations(self.routing.encoder.module)
+        self._activations = [Place(one.owner, one.key, one.value.base_layer) for one in pairs]
+        return pairs
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(self._slots, *shape, dtype=self.dtype, device=self.device)

@@ -47,6 +47,11 @@ class TowerBackend(AtmmBackend):
         """As ``AtmmBackend.add``, of x [..., K] and y [..., N]."""
         return super().add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), *operands).view(y.shape)
 
+    def silu_and_mul(self, y: torch.Tensor, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        """As ``AtmmBackend.silu_and_mul``, of x [..., K] and y [..., 2 I]."""
+        answer = super().silu_and_mul(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), *operands)
+        return answer.view(*y.shape[:-1], -1)
+
 
 class TowerRouting:
     """The routing of one encoder call after the other.
@@ -58,14 +63,13 @@ class TowerRouting:
         device: that it runs on.
 
     Attributes:
-        images: what each image of the present call applies; empty where none applies anything.
         graphs: captured encoders, if there are any.
     """
 
     def __init__(self, rows: RowRouting, tower: TowerSlots, encoder: Encoder, device: torch.device) -> None:
         self._rows, self._tower, self.encoder, self._device = rows, tower, encoder, device
         self._patches, self._tokens = (TowerBackend(rows.slots, device) for _ in range(2))
-        self.images: Sequence[Pairs] = ()
+        self._applied: Sequence[tuple[Pairs, Rows]] = ()
         self.graphs: VisionGraphs | None = None
 
     def backend_of(self, name: str) -> TowerBackend:
@@ -98,18 +102,24 @@ class TowerRouting:
         if not any(pairs for pairs, _ in applied):
             yield
             return
-        self.images = [pairs for pairs, _ in applied]
-        # Even where graphs will replay, which read tables of their own: that is for the encoder to decide.
-        self._route(applied)
+        self._applied = applied
+        if self.graphs is None:
+            self.route()
         try:
             yield
         finally:
-            self.images = ()
+            self._applied = ()
             self._reset()
 
-    def _route(self, applied: Sequence[tuple[Pairs, Rows]]) -> None:
-        for place, backend in enumerate((self._patches, self._tokens)):
-            backend.route(*self._rows.tables_of([(pairs, rows[place]) for pairs, rows in applied], size_of))
+    @property
+    def images(self) -> Sequence[Pairs]:
+        """What each image of the present call applies; empty where none applies anything."""
+        return [pairs for pairs, _ in self._applied]
+
+    def route(self) -> None:
+        """Have the layers apply it: for an encoder that replays no graphs, which read tables of their own."""
+        for place, backend in enumerate((self._patches, self._tokens)) if self._applied else ():
+            backend.route(*self._rows.tables_of([(pairs, rows[place]) for pairs, rows in self._applied], size_of))
 
     def _reset(self) -> None:
         self._patches.reset_batch_state()

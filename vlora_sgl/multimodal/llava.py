@@ -18,15 +18,18 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from vlora_sgl import _sgl
+from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import MultimodalDataItem, MultimodalInputs
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.platforms.cpu import is_plain_cpu
+from vlora_sgl.seams import Place
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 ORIGINAL = "LlavaLlamaForCausalLM"
 CLIP = ("clip", "clip_vision_model")
+ACTIVATIONS = "CLIPMLP.act"
+"""A row of ``plugin.TABLE``."""
 
 RENAMED = (
     ("model.mm_projector.0.", "multi_modal_projector.linear_1."),
@@ -48,8 +51,9 @@ class ClipTower(_sgl.CLIPVisionModel):
 
     def __init__(self, config: CLIPVisionConfig, quant_config: object = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
-        for layer in self.vision_model.encoder.layers:
-            layer.mlp.act = ACT2FN[config.hidden_act]
+        layers = list(self.vision_model.encoder.layers)
+        seams.place(ACTIVATIONS, [Place(layer.mlp, "act", ACT2FN[config.hidden_act]) for layer in layers])
+        for layer in layers:
             layer.self_attn.qkv_backend.flatten_batch = (
                 False  # torch's attention takes one image only, where it is set
             )

@@ -74,6 +74,7 @@ class Adapters(Protocol):
 
     @property
     def images(self) -> Sequence[Slots]: ...
+    def route(self) -> None: ...
     def applied_by(self, items: Sequence[MultimodalDataItem]) -> Sequence[Slots] | None: ...
     def tables(self, patches: int) -> Any: ...
     def refresh(self, tables: Any, slots: Any) -> None: ...
@@ -107,19 +108,24 @@ class VisionGraphs:
     def __call__(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
         """As the encoder: embeddings of patches x [S, pixels] of images with grids ``grid_thw`` [images, 3]."""
         if grid_thw.is_cuda or not self.limit or x.shape[0] > MAX_PATCHES:
-            return self._eager(x, grid_thw)
+            return self._eagerly(x, grid_thw)
         grids: list[Grid] = list(map(tuple, grid_thw.tolist()))
         applied = (self.adapters.images if self.adapters is not None else ()) or [()] * len(grids)
         parts = x.split([t * h * w for t, h, w in grids])
         images = list(zip(grids, parts, applied, strict=True))
         if self.serves(grids, applied):
             return torch.cat([self._replay(*image) for image in images])
-        answer = self._eager(x, grid_thw)
+        answer = self._eagerly(x, grid_thw)
         kinds = [(grid, bool(slots)) for grid, slots in zip(grids, applied, strict=True)]
         overdue = [i for i, kind in enumerate(kinds) if kind not in self._graphs and self._overdue(kind)]
         if overdue:
             self._capture(kinds[overdue[0]], parts[overdue[0]])
         return answer
+
+    def _eagerly(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        if self.adapters is not None:
+            self.adapters.route()
+        return self._eager(x, grid_thw)
 
     def capture_wanted(self) -> bool:
         """Capture one of the sizes that are wanted, if any is; to be called when nothing runs."""
