@@ -183,4 +183,4 @@ def row_pairs(adapter: AdapterId, merged: AdapterId) -> tuple[tuple[str, float],
 
 def adapters_in(plan_rows: Iterable[AdapterId], merged: AdapterId) -> frozenset[str]:
     """Adapters that must hold a device slot to run these rows: every one named, and the merged one."""
-    return frozenset(a for a in members((*plan_rows, merged)) if a is not None)
+    return frozenset(a for a in members({*plan_rows, merged}) if a is not None)

@@ -1,4 +1,4 @@
-"""What the LoRA manager refuses to merge: asked beforehand, and nothing changes by asking."""
+"""What the LoRA manager refuses to merge, before anything changes; and what it tells the backend of each batch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from vlora_sgl import _sgl
 from vlora_sgl.core import BatchPlan, InferenceMode
 from vlora_sgl.errors import RequestError, UnknownAdapterError
 from vlora_sgl.heads.store import AdapterDescription
 from vlora_sgl.kernels.atmm.row_routing import dense_slots
+from vlora_sgl.lora.backend import AtmmBackend
 from vlora_sgl.lora.manager import VLoraManager
+from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.lora.store import AdapterStore, DescribedAdapter
 
 
@@ -151,3 +157,97 @@ def test_a_pool_of_many_slots_has_one_decode_graph_more(slots: int, rank: int, m
         one.lora_backend.batch_info = prepared
         assert one.prepared_variant() == variant
     assert manager(slots=slots, routes_rows=False).decode_variants == ("lora",)
+
+
+class Weights(Merger):
+    """What is merged is what the plan says."""
+
+    def carry_out(self, merged: str | None) -> str | None:
+        return merged
+
+
+class Backend(AtmmBackend):
+    """Counts the batches that it is told of."""
+
+    told = 0
+
+    def route(self, *batch: Any, **options: Any) -> None:
+        self.told += 1
+        super().route(*batch, **options)
+
+
+def routing_manager() -> Any:
+    made = manager(slots=4)
+    for adapter in made._store._adapters.values():
+        adapter.config.target_modules, adapter.scaling = ["q_proj"], 0.5
+    made.memory_pool = SimpleNamespace(
+        max_loras_per_batch=4, uid_to_buffer_id={None: 0, "a": 1, "b": 2}, buffer_id_to_uid=[None, "a", "b", None]
+    )
+    rows = RowRouting(made.memory_pool, made._store._adapters, {})
+    made.__dict__.update(
+        _rows=rows, _merger=Weights(), lora_backend=Backend(4, torch.device("cpu")), lm_head_module=None
+    )
+    made.max_bs_in_cuda_graph = 0
+    return made
+
+
+def step(*adapters: str | None, prefill: bool = False) -> Any:
+    mode = _sgl.ForwardMode.EXTEND if prefill else _sgl.ForwardMode.DECODE
+    lengths = torch.ones(len(adapters), dtype=torch.int32)
+    return SimpleNamespace(
+        lora_ids=list(adapters), batch_size=len(adapters), forward_mode=mode, extend_seq_lens_cpu=lengths
+    )
+
+
+def applied(made: Any, batch: Any) -> list[Any]:
+    """The pairs of each row of a batch, once it is prepared."""
+    made.prepare_lora_batch(batch)
+    found: list[Any] = [()] * batch.batch_size
+    for rows, pairs in made.lora_backend.batch_info.routing.groups if made.lora_backend.batch_info else ():
+        for row in rows:
+            found[row] = pairs
+    return found
+
+
+def test_decode_steps_of_the_same_rows_are_prepared_once() -> None:
+    made = routing_manager()
+    a, b = ((1, 1.0),), ((2, 1.0),)
+    for _ in range(3):
+        assert applied(made, step("a", None, "b")) == [a, (), b]
+    assert made.lora_backend.told == 1
+    assert applied(made, step("b", "b", prefill=True)) == [b, b]
+    assert applied(made, step("a", None, "b")) == [a, (), b], "a prefill between them has tables of its own"
+    assert made.lora_backend.told == 2
+    assert applied(made, step("a", "b")) == [a, b] and applied(made, step("b", "a")) == [b, a]
+    assert made.lora_backend.told == 4
+    made.plan = BatchPlan((), InferenceMode.MIXTURE, "a")
+    assert applied(made, step("b", "a")) == [((2, 1.0), (1, -1.0)), ()]
+    made.plan = BatchPlan((), InferenceMode.MERGED, "a")
+    for _ in range(2):
+        assert applied(made, step("a", "a")) == [(), ()] and made.lora_backend.batch_info is None
+    made.plan = BatchPlan((), InferenceMode.UNMERGED)
+    assert applied(made, step("b", "a")) == [b, a]
+    made.memory_pool.uid_to_buffer_id.update(b=3)
+    made.memory_pool.buffer_id_to_uid[:] = [None, "a", None, "b"]
+    assert applied(made, step("b", "a")) == [((3, 1.0),), a], "it has another slot"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from(["a", "b", None]), min_size=1, max_size=4),
+            st.sampled_from([None, "a", "b"]),
+            st.booleans(),
+        ),
+        max_size=12,
+    )
+)
+def test_a_batch_is_routed_as_if_it_were_the_first(batches: list[tuple[list[str | None], str | None, bool]]) -> None:
+    made = routing_manager()
+    for adapters, merged, prefill in batches:
+        mode = InferenceMode.UNMERGED if merged is None else InferenceMode.MIXTURE
+        made.plan = BatchPlan((), mode, merged)
+        fresh = routing_manager()
+        fresh.plan = made.plan
+        batch = step(*adapters, prefill=prefill)
+        assert applied(made, batch) == applied(fresh, batch)

@@ -86,6 +86,7 @@ class VLoraManager(_sgl.LoRAManager):
     token_routing: TokenRouting | None = None
     combines = False
     tower: Tower | None = None
+    _prepared: tuple[object, object] | None = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._routes_rows = kwargs.get("lora_backend") == ROUTING_BACKEND
@@ -406,6 +407,7 @@ class VLoraManager(_sgl.LoRAManager):
         wanted = self._store.holders({*new_loras, None, self.plan.merged_adapter})
         if not wanted <= self.memory_pool.uid_to_buffer_id.keys():
             self._arrivals.wait_for_all()  # what comes takes slots, theirs perhaps
+            self._prepared = None
         self._fill_slots(wanted, self._store.holders(running_loras or ()))
 
     def fetch_ahead(self, adapter: str, keep: Collection[AdapterId]) -> bool:
@@ -422,6 +424,7 @@ class VLoraManager(_sgl.LoRAManager):
         kept = {None, *self._store.pinned, *keep} & pool.uid_to_buffer_id.keys()
         if not pool.has_room(self.loras[adapter].config.r, kept):
             return False
+        self._prepared = None
         with self.residency.before_use(), self._arrivals.beside(adapter):
             self._fill_slots({adapter}, kept)
         return True
@@ -448,18 +451,26 @@ class VLoraManager(_sgl.LoRAManager):
         """Switch weights as planned, and tell the backend which rows apply which slots.
 
         A batch whose rows all run on the weights as they are (all of the merged adapter, or all base on base weights)
-        leaves the backend without metadata: then no LoRA kernel runs.
+        leaves the backend without metadata: then no LoRA kernel runs. One decode step after the other is the same to
+        the backend until a row comes or goes: its tables stay as they are.
 
         Raises:
             UnknownAdapterError: a row's adapter holds no slot.
         """
         variant = self._captured_variant()
         if variant is not None:
+            self._prepared = None
             # Captured with metadata of base rows; replays refresh it in place.
             base: list[Run] = [((), n) for n in row_lengths(forward_batch)]
             self._route(forward_batch, base, variant != "nolora", many=variant == MANY)
             return
         merged = self._merger.carry_out(self.plan.merged_adapter)
+        step = self._step_of(forward_batch, merged)
+        if step is not None and self._prepared is not None and self._prepared[0] == step:
+            self.lora_backend.batch_info = self._prepared[1]
+            if self.token_routing is not None:
+                self.token_routing.no_rows()
+            return
         batch = split_batch(forward_batch, self.plan.invocation_starts)
         runs = self._rows.runs_of(batch, merged)
         self._route(batch, runs, any(pairs for pairs, _ in runs))
@@ -467,6 +478,18 @@ class VLoraManager(_sgl.LoRAManager):
             self.lora_backend.batch_info.head_runs = self._head_runs(forward_batch, merged)
         if self.token_routing is not None:
             self.token_routing.prepare(forward_batch, self._rows.pairs_of(None, merged))
+        if step is not None:  # a prefill has tables of its own
+            self._prepared = step, self.lora_backend.batch_info
+
+    def _step_of(self, batch: ForwardBatch, merged: AdapterId) -> object:
+        """What decides the tables of a decode step; ``None`` of a batch that has to be prepared whatever came before.
+
+        An adapter's id is of one content, so which slots they hold says what those apply.
+        """
+        adapters = batch.lora_ids
+        if not self._routes_rows or not batch.forward_mode.is_decode() or self._store.has_routed(adapters):
+            return None
+        return merged, tuple(adapters or ()), tuple(self.memory_pool.buffer_id_to_uid)
 
     def _head_runs(self, forward_batch: ForwardBatch, merged: AdapterId) -> list[Run] | None:
         seen = seen_by_head(forward_batch, self.plan.invocation_starts)

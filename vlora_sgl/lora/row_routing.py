@@ -71,8 +71,8 @@ class RowRouting:
 
     def runs_of(self, forward_batch: ForwardBatch, merged: AdapterId) -> list[Run]:
         """One run for each row of a batch (SGLang's ``ForwardBatch``, split at invocation starts)."""
-        pairs = (self.pairs_of(adapter, merged) for adapter in forward_batch.lora_ids)
-        return list(zip(pairs, row_lengths(forward_batch), strict=True))
+        pairs = {adapter: self.pairs_of(adapter, merged) for adapter in dict.fromkeys(forward_batch.lora_ids)}
+        return [(pairs[a], n) for a, n in zip(forward_batch.lora_ids, row_lengths(forward_batch), strict=True)]
 
     def tables_of(
         self, rows: Sequence[Run], size_of: Callable[[LoRAAdapter], tuple[int, float, bool]] = size_of

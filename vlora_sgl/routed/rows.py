@@ -121,6 +121,10 @@ class TokenRouting:
             if self._named and batch.routing.gates is None and self._fixed is not None:
                 self._fixed.write(self._dispatched(batch.routing))
 
+    def no_rows(self) -> None:
+        """The batch that runs next has no routed rows, and the decode graphs' tables say so."""
+        self._named, self._rows = [], None
+
     def _rows_of(self, forward_batch: ForwardBatch) -> RoutedRows:
         lengths = row_lengths(forward_batch)
         starts = np.concatenate([[0], np.cumsum(lengths)])
