@@ -173,6 +173,10 @@ def build(name: str, adapters: list[Path], args: argparse.Namespace) -> Any:
         from vlora_sgl.engine import Engine
         from vlora_sgl.server_args import VLoraArgs
         from vlora_sgl.startup import processes
+        from vlora_sgl.startup.measured import PREFILL_GRAPHS
+
+        if not tiny and min(args.batch * args.input, 8192) > max(PREFILL_GRAPHS):
+            options |= {"cuda_graph_bs_prefill": [64]}  # no prefill here is small enough for one
 
         class Ours(Engine):
             run_scheduler_process_func = processes.WithEnvironment(run_scheduler)

@@ -150,6 +150,7 @@ def push(args: argparse.Namespace) -> None:
         copies = copy_seconds(size)
         print(f"{size / 1e6:.0f} MB: host copy and pinned copy to the device {1e3 * copies:.1f} ms", flush=True)
         flags = ["--vlora-adapter-root", str(trainer), "--max-loras-per-batch", "3", "--max-lora-rank", "64"]
+        flags += ["--cuda-graph-bs-prefill", "64", "--cuda-graph-bs-decode", "1"] if torch.cuda.is_available() else []
         flags += [] if args.tiny else ["--load-format", "dummy"]
         server = stack.enter_context(serve(TinyModel(model, {"policy": contents[0]}), root / "log.txt", *flags))
         places = [_written(load_file(next(content.glob("*.safetensors"))), content, trainer) for content in contents]
