@@ -75,7 +75,9 @@ def to_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (values.round() if dtype == torch.int8 else values).to(dtype)
 
 
-def refit(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> Scaled:
+def refit(
+    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], largest: torch.Tensor | None = None
+) -> Scaled:
     """New values of a matrix in e4m3, with its old scales times the least powers of two that make the largest fit.
 
     E4m3 is a floating type: what did not change keeps its bits, unless it falls below the type's range. A number of up
@@ -84,9 +86,11 @@ def refit(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> 
     Args:
         values: [N, K] float32.
         scale: the old scales, of the same blocks.
+        largest: what is to fit, of every block, where that is not the largest of the values.
     """
     old = torch.where(scale > 0, scale, 1.0)
-    mantissa, exponent = torch.frexp(block_largest(values, block) / (FULL * old))
+    largest = block_largest(values, block) if largest is None else largest
+    mantissa, exponent = torch.frexp(largest / (FULL * old))
     fit = torch.where(mantissa > 0, exponent - (mantissa == 0.5).int(), 0)
     new = torch.ldexp(old, fit)
     return Scaled(to_type(values / spread(new, block, values.shape), E4M3), new, block)

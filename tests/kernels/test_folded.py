@@ -137,7 +137,8 @@ def test_the_scales_use_the_type_and_overflow_nowhere(device: torch.device) -> N
     fold.merge(fold.groups, slot=2, rank=16, scaling=1.0)
     for t in fold.targets:
         numbers = t.weight.weight.float().abs()
-        assert numbers.isfinite().all() and numbers.max() > 224
+        # Of a row a bound is known, which its largest number may lie two powers of two below.
+        assert numbers.isfinite().all() and numbers.max() > (224 if t.weight.block[0] > 1 else 56)
         powers = torch.log2(t.weight.scale / torch.where(t.base.scale > 0, t.base.scale, 1.0))
         assert torch.equal(powers, powers.round()) and powers.max() > 2
 
@@ -231,10 +232,10 @@ def test_a_scale_stays_while_the_largest_is_rounded_no_further_than_others(large
 def test_numbers_are_read_and_written_sixteen_at_a_time_on_hopper(blocked: bool) -> None:
     constants = {
         "words": WORDS, "ALIGN": 16, "BLOCKED": blocked, "NATIVE": True, "LIMIT": FULL, "PRECISION": "tf32",
-        "BLOCK_N": 128 if blocked else 64, "BLOCK_K": 128, "BLOCK_R": 64, "RANK_BLOCKS": 1,
+        "BLOCK_N": 128, "BLOCK_K": 128, "BLOCK_R": 64, "RANK_BLOCKS": 1, "STAGES": 3,
     }  # fmt: skip
     numbers = {"slot": "i32", "rank": "i32", "scaling": "fp32"}
-    types = {"like": "*fp8e4nv", "table": "*i64", "tiles": "*i32", **numbers}
+    types = {"like": "*fp8e4nv", "table": "*i64", "tiles": "*i32", "longest": "*i32", **numbers}
     code = ptx(_fold_kernel, constants, types, 3, unknown=numbers)
     assert "wgmma" in code and "cvt.rn.satfinite.e4m3x2.f32" in code
     assert "st.global.v4.b32" in code and "st.global.b8" not in code and "ld.global.b8" not in code

@@ -3,15 +3,17 @@
 The copy is the quantised original, so restoring is exact and takes a quarter of what a float32 would. A fold reads it,
 adds the update in float32, in units of the old scale, and writes FP8. The new scales are the old ones times powers of
 two (``scaled.refit``), so that a weight which an adapter does not change keeps its bits; what changes is rounded once,
-to three bits behind the leading one. A block of 128 x 128 is a tile, and is made once. A row's scale needs the row's
-largest element; most adapters leave the scales as they are, so a program writes with the old ones as it goes, and goes
-over its rows once more where one of them has outgrown its scale. It stops writing if it sees that in the first eighth.
+to three bits behind the leading one. A block of 128 x 128 is a tile, whose largest element is known before it is
+written. A row is not: its scale is made for a bound of its elements, the type's largest number and the product of the
+lengths of B's row and A's longest column (Cauchy-Schwarz). That may be a power of two more than needed, which costs
+numbers of a floating type nothing, and saves a pass over the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,12 +21,26 @@ import triton.language as tl
 
 from vlora_sgl.kernels.devices import is_hopper
 from vlora_sgl.kernels.merge.rows import common_alignment, factors_of
-from vlora_sgl.scaled import E4M3, FULL, Scaled, refit
+from vlora_sgl.scaled import E4M3, FULL, LARGEST, Scaled, refit
 
-ROWS, COLUMNS, TALL = 64, 128, 128
-"""A tile of a target with a scale a row; rows and columns of a block, else. Rows share what is read of A: with 16 of
-them that is eight times the bytes of W (65 ms for a 7B model's linears on an H200; bfloat16 takes 6.4)."""
+BLOCK = 128, 128
+"""Rows and columns of a block, which are those of its tile."""
+LENGTHS = 256
+"""Columns of A whose lengths a program finds."""
 WORDS = 12
+
+
+class Tile(NamedTuple):
+    """What a program works on at a time, in which shape."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+OF_ROWS, OF_BLOCKS = Tile(128, 128, 8, 3), Tile(*BLOCK, 8, 1)
+"""Rows share what is read of A: as many bytes as of W, at rank 64 and 128 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +69,7 @@ class FoldTarget:
                 raise ValueError(f"{self.name}: expected {E4M3} [{n}, {k}], contiguous, got {one.weight.dtype}")
             if one.scale.shape != self.weight.scale.shape or not one.scale.is_contiguous():
                 raise ValueError(f"{self.name}: scales {tuple(one.scale.shape)}, not contiguous or of two shapes")
-        if self.weight.block not in ((1, k), (TALL, COLUMNS)):
+        if self.weight.block not in ((1, k), BLOCK):
             raise ValueError(f"{self.name}: scales of a row or of 128 x 128 elements, got {self.weight.block}")
         if self.lora_a.shape[2] != k or self.lora_b.shape[1] != n:
             raise ValueError(f"{self.name}: {(n, k)} does not go with pools {self.lora_a.shape}, {self.lora_b.shape}")
@@ -62,7 +78,8 @@ class FoldTarget:
 
     def fold(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> Scaled:
         """W0 with an adapter of ``a`` [r, K] and ``b`` [N, r] folded in, with torch."""
-        return refit(self.updated(a, b, scaling), self.base.scale.to(a.device), self.base.block)
+        base = Scaled(self.base.weight.to(a.device), self.base.scale.to(a.device), self.base.block)
+        return refit(self.updated(a, b, scaling), base.scale, base.block, reach(base, a.float(), b.float(), scaling))
 
     def updated(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
         """``W0 + s B A`` in float32, before it is quantised."""
@@ -88,8 +105,18 @@ def loss(target: FoldTarget, a: torch.Tensor, b: torch.Tensor, scaling: float) -
 
 def fold_reference(base: Scaled, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> Scaled:
     """The sum in float64, rounded to float32, then quantised as ``scaled.refit`` says."""
-    exact = base.weight.double() * _whole(base) + scaling * (lora_b.double() @ lora_a.double())
-    return refit(exact.float(), base.scale, base.block)
+    a, b = lora_a.double(), lora_b.double()
+    exact = base.weight.double() * _whole(base) + scaling * (b @ a)
+    largest = reach(base, a, b, scaling)
+    return refit(exact.float(), base.scale, base.block, None if largest is None else largest.float())
+
+
+def reach(base: Scaled, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor | None:
+    """What no element of a row exceeds once ``s B A`` is added, [N, 1]; ``None`` where scales are of blocks."""
+    if base.block[0] > 1:
+        return None
+    longest = torch.linalg.vector_norm(a, dim=0).max()
+    return LARGEST[E4M3] * base.scale + abs(scaling) * longest * torch.linalg.vector_norm(b, dim=1, keepdim=True)
 
 
 def _whole(matrix: Scaled) -> torch.Tensor:
@@ -166,12 +193,41 @@ def _power(exponent):
 
 
 @triton.jit(do_not_specialize=["slot"])
+def _lengths_kernel(
+    pool_like: tl.tensor,  # any pointer of the pools' type, never read
+    table: tl.tensor,  # [targets, WORDS] int64
+    tiles: tl.tensor,  # [programs, 2] int32: target, place within it
+    words: tl.constexpr,
+    longest: tl.tensor,  # [targets] int32, bits of a float32 >= 0: raised to the square of A's longest column
+    slot: tl.tensor,
+    rank: tl.tensor,
+    ALIGN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+) -> None:
+    target = tl.load(tiles + 2 * tl.program_id(0))
+    row = table + target.to(tl.int64) * words
+    k = tl.multiple_of(tl.load(row + 5).to(tl.int32), ALIGN)
+    a, _, _ = factors_of(row, pool_like, slot, rank, k, ALIGN)
+    cols = tl.load(tiles + 2 * tl.program_id(0) + 1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for block in tl.static_range(0, RANK_BLOCKS):
+        s = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        inside = (s[:, None] < rank) & (cols[None, :] < k)
+        tile = tl.load(a + s[:, None] * k + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        squares += tl.sum(tile * tile, 0)
+    tl.atomic_max(longest + target, tl.max(squares, 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["slot"])
 def _fold_kernel(
     like: tl.tensor,  # any pointer of e4m3, never read
     pool_like: tl.tensor,  # any pointer of the pools' type, never read
     table: tl.tensor,  # [targets, WORDS] int64
     tiles: tl.tensor,  # [programs, 2] int32: target, place within it
     words: tl.constexpr,
+    longest: tl.tensor,  # of ``_lengths_kernel``; not read of blocks
     slot: tl.tensor,
     rank: tl.tensor,
     scaling: tl.tensor,
@@ -184,10 +240,11 @@ def _fold_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    program = tl.program_id(0)
-    row = table + tl.load(tiles + 2 * program).to(tl.int64) * words
-    place = tl.load(tiles + 2 * program + 1)
+    target = tl.load(tiles + 2 * tl.program_id(0))
+    place = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    row = table + target.to(tl.int64) * words
     w = tl.multiple_of(tl.load(row + 0).to(like.dtype), ALIGN)
     w0 = tl.multiple_of(tl.load(row + 1).to(like.dtype), ALIGN)
     n = tl.load(row + 4).to(tl.int32)
@@ -216,27 +273,21 @@ def _fold_kernel(
         given = tl.load(scale0 + rows, mask=live, other=1.0)
         old = tl.where(given > 0, given, 1.0)
         held = _columns_of_b(b, rows, 0, n, b_row, rank, PRECISION, BLOCK_R)
-        factor = tl.div_rn(tl.zeros((BLOCK_N,), tl.float32) + scaling, old)[:, None]
-        largest = tl.zeros((BLOCK_N,), tl.float32)
-        first = tl.minimum(tl.cdiv(k, 8 * BLOCK_K) * BLOCK_K, k)
-        stop = k
-        for part in tl.static_range(0, 2):
-            for start in tl.range(part * first, first if part == 0 else k, BLOCK_K, num_stages=3):
-                sums = _sums(w0, a, b, held, given[:, None], factor, rows, start + lane, n, k, b_row, rank,
-                             PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
-                largest = tl.maximum(largest, tl.max(tl.abs(sums), 1))
-                inside = live[:, None] & (start + lane < stop)[None, :]
-                tl.store(w + rows[:, None] * k + (start + lane)[None, :], _to_e4m3(sums, NATIVE), mask=inside)
-            stop = tl.where(tl.max(largest, 0) <= LIMIT, k, 0)
-        fit = _fit(largest, LIMIT)
+        length = tl.zeros((BLOCK_N,), tl.float32)
+        for block in tl.static_range(0, RANK_BLOCKS):
+            part = _columns_of_b(b, rows, block, n, b_row, rank, PRECISION, BLOCK_R).to(tl.float32)
+            length += tl.sum(part * part, 1)
+        of_a = tl.load(longest + target).to(tl.float32, bitcast=True)
+        factor = tl.div_rn(tl.zeros((BLOCK_N,), tl.float32) + scaling, old)
+        reach = tl.where(given > 0, 448.0, 0.0) + tl.abs(factor) * tl.sqrt(length * of_a)
+        fit = _fit(reach, LIMIT)
         tl.store(scale + rows, old * _power(fit), mask=live)
-        if tl.max(tl.abs(fit), 0) > 0:
-            shrink = _power(-fit)[:, None]
-            for start in tl.range(0, k, BLOCK_K, num_stages=3):
-                sums = _sums(w0, a, b, held, given[:, None], factor, rows, start + lane, n, k, b_row, rank,
-                             PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
-                inside = live[:, None] & (start + lane < k)[None, :]
-                tl.store(w + rows[:, None] * k + (start + lane)[None, :], _to_e4m3(sums * shrink, NATIVE), mask=inside)
+        shrink = _power(-fit)[:, None]
+        for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+            sums = _sums(w0, a, b, held, given[:, None], factor[:, None], rows, start + lane, n, k, b_row, rank,
+                         PRECISION, BLOCK_R, RANK_BLOCKS)  # fmt: skip
+            inside = live[:, None] & (start + lane < k)[None, :]
+            tl.store(w + rows[:, None] * k + (start + lane)[None, :], _to_e4m3(sums * shrink, NATIVE), mask=inside)
 
 
 class FoldTable:
@@ -259,7 +310,8 @@ class FoldTable:
         rows = [self._row(t) for t in targets]
         self._align = common_alignment(rows, E4M3.itemsize, targets[0].lora_a.itemsize)
         self._table = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        self._tiles: dict[tuple[frozenset[str], bool], torch.Tensor] = {}
+        self._tiles: dict[tuple[frozenset[str], str], torch.Tensor] = {}
+        self._longest = torch.zeros(len(targets), dtype=torch.int32, device=self.device)
 
     @staticmethod
     def _row(t: FoldTarget) -> list[int]:
@@ -308,36 +360,50 @@ class FoldTable:
         return [t for t in self.targets if t.group in groups]
 
     def _launch(self, groups: frozenset[str], blocked: bool, *, slot: int, rank: int, scaling: float) -> None:
-        tiles = self._tiles_of(groups, blocked)
+        tiles = self._tiles_of(groups, "blocks" if blocked else "rows")
         if not len(tiles):
             return
         block_r = min(64, max(16, triton.next_power_of_2(rank)))
+        ranks = {"ALIGN": self._align, "BLOCK_R": block_r, "RANK_BLOCKS": triton.cdiv(rank, block_r)}
+        like, pool = self.targets[0].weight.weight, self.targets[0].lora_a
+        if not blocked:
+            self._longest.zero_()
+            columns = self._tiles_of(groups, "columns")
+            _lengths_kernel[(len(columns),)](
+                pool, self._table, columns, WORDS, self._longest, slot, rank, BLOCK_K=LENGTHS, num_warps=4, **ranks
+            )
+        tile = OF_BLOCKS if blocked else OF_ROWS
         _fold_kernel[(len(tiles),)](
-            self.targets[0].weight.weight, self.targets[0].lora_a, self._table, tiles, WORDS, slot, rank, scaling,
-            ALIGN=self._align,
+            like, pool, self._table, tiles, WORDS, self._longest, slot, rank, scaling,
             BLOCKED=blocked,
             NATIVE=self.device.type == "cuda" and is_hopper(self.device),
             LIMIT=FULL,
             PRECISION="ieee" if self.dtype == torch.float32 else "tf32",
-            BLOCK_N=TALL if blocked else ROWS,
-            BLOCK_K=COLUMNS,
-            BLOCK_R=block_r,
-            RANK_BLOCKS=triton.cdiv(rank, block_r),
-            num_warps=8 if blocked else 4,
+            BLOCK_N=tile.rows,
+            BLOCK_K=tile.columns,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+            **ranks,
         )  # fmt: skip
 
-    def _tiles_of(self, groups: frozenset[str], blocked: bool) -> torch.Tensor:
-        """[programs, 2]: target and place, of those whose scales are of blocks, or of rows."""
-        if (groups, blocked) not in self._tiles:
+    def _tiles_of(self, groups: frozenset[str], kind: str) -> torch.Tensor:
+        """[programs, 2]: target and place, of those whose scales are of ``blocks``, or of ``rows``, of which there are
+        places among A's ``columns``, too."""
+        if (groups, kind) not in self._tiles:
             parts = [torch.empty(0, 2, dtype=torch.int32)]
             longest_first = sorted(enumerate(self.targets), key=lambda one: -one[1].weight.weight.shape[1])
             for index, t in longest_first:
-                if t.group in groups and (t.weight.block[0] > 1) == blocked:
-                    count = t.weight.scale.numel() if blocked else triton.cdiv(len(t.weight.weight), ROWS)
-                    local = torch.arange(count, dtype=torch.int32)
+                n, k = t.weight.weight.shape
+                if t.group in groups and (t.weight.block[0] > 1) == (kind == "blocks"):
+                    counts = {
+                        "blocks": t.weight.scale.numel(),
+                        "rows": -(-n // OF_ROWS.rows),
+                        "columns": -(-k // LENGTHS),
+                    }
+                    local = torch.arange(counts[kind], dtype=torch.int32)
                     parts.append(torch.stack([torch.full_like(local, index), local], dim=1))
-            self._tiles[groups, blocked] = torch.cat(parts).to(self.device)
-        return self._tiles[groups, blocked]
+            self._tiles[groups, kind] = torch.cat(parts).to(self.device)
+        return self._tiles[groups, kind]
 
 
 def _interpreted() -> bool:
