@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import requests
+import torch
 from PIL import Image
 
 from tests.conftest import Server, TinyModel, serve
-from tests.support.head_reference import data_url, make_image
+from tests.support.head_reference import assert_close, data_url, make_image
 from tests.support.lora_adapters import tiny_adapter
 from tests.support.served_families import FAMILIES, Family, Reference, load, save
 from tests.support.ties import assert_same_tokens
+from vlora_sgl.heads import ClassifyHead, load_heads, save_heads
 from vlora_sgl.platforms.cpu import is_plain_cpu
 
 pytestmark = pytest.mark.e2e
 
 TOKENS = 8
+HEAD = "kind"
 NOT_TOWERS = r".*(visual|vision_tower|vision_model|multi_modal_projector).*"
 TOWERS: dict[str, Any] = {
     "tower": r".*vision_tower\..*(q_proj|v_proj|out_proj|projection_layer|fc1)",
@@ -45,6 +48,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         adapters[adapter] = root / adapter
         options = {"target_modules": "all-linear", "exclude_modules": NOT_TOWERS, **FAMILIES[name].adapts}
         tiny_adapter(load(name, reference), root / adapter, seed=seed, strength=0.2, **options)
+        torch.manual_seed(seed)
+        hidden = load(name, reference).config.get_text_config().hidden_size
+        save_heads(root / adapter, [ClassifyHead(HEAD, hidden, ["yes", "no", "maybe"])])
     flags = ["--max-loras-per-batch", "4", "--admin-api-key", "secret"]
     with serve(TinyModel(served, adapters), root / "log.txt", *flags) as server:
         yield FAMILIES[name], server, Reference(name, reference, adapters)
@@ -143,6 +149,23 @@ def test_adapters_of_the_vision_tower_answer_as_peft_does(seeing: tuple[Served, 
         (one,) = ask(server, [name], prompt(kind, 2), [two])
         assert_same_tokens(one, reference.tokens(prompt(kind, 2), name, two, TOKENS))
         assert set(one["meta_info"]["vlora"]["modes"]) == {mode}
+
+
+@pytest.mark.parametrize("images", [0, 1])
+def test_a_head_answers_by_the_hidden_states_of_transformers_and_peft(family: Served, images: int) -> None:
+    kind, server, reference = family
+    if images:
+        skip_if_blind(kind, server)
+    text, shown, found = prompt(kind, images), [make_image(3, kind.size)][:images], []
+    for name in "AB":
+        head = load_heads(server.model.adapters[name], len(reference.state(text, name, shown)))[HEAD]
+        wanted = head.postprocess(head(reference.state(text, name, shown)[None])[0])
+        sampling = {"custom_params": {"vlora_head": HEAD}}
+        seen = {"image_data": [data_url(one) for one in shown]} if shown else {}
+        answer = server.generate(text=text, lora_path=name, sampling_params=sampling, **seen)
+        found.append(answer["meta_info"]["vlora"]["head"])
+        assert_close(found[-1], wanted)
+    assert found[0] != found[1], "each adapter has a head of its own"
 
 
 def test_an_image_is_computed_once_and_no_other_takes_its_place(family: Served) -> None:

@@ -386,12 +386,7 @@ class Reference:
     @torch.inference_mode()
     def tokens(self, text: str, adapter: str | None, images: list[Image.Image], count: int) -> list[int]:
         """Greedy tokens."""
-        make = self.family.inputs
-        if make is not None and images:
-            inputs = make(self.processor, text, images)
-        else:
-            seen = {"images": images} if images else {}
-            inputs = dict(self.processor(text=[text], return_tensors="pt", **seen))
+        inputs = self._inputs(text, images)
         options = {"do_sample": False, "max_new_tokens": count}
         if adapter is None:
             with self.model.disable_adapter():
@@ -401,6 +396,19 @@ class Reference:
             output = self.model.generate(**inputs, **options)
         ids: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
         return ids
+
+    @torch.inference_mode()
+    def state(self, text: str, adapter: str, images: list[Image.Image]) -> torch.Tensor:
+        """[hidden] of the last token, as the LM head reads it."""
+        self.model.set_adapter(adapter)
+        inner: Any = self.model.base_model.model.model
+        return inner(**self._inputs(text, images)).last_hidden_state[0, -1]
+
+    def _inputs(self, text: str, images: list[Image.Image]) -> Inputs:
+        make = self.family.inputs
+        if make is not None and images:
+            return make(self.processor, text, images)
+        return dict(self.processor(text=[text], return_tensors="pt", **({"images": images} if images else {})))
 
 
 def load(name: str, directory: Path) -> Any:

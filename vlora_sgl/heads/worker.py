@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -128,13 +129,24 @@ class HiddenStates:
 
 
 def hidden_states(runner: ModelRunner) -> Places:
-    """What keeps the hidden states that go into a model runner's logits processor."""
-    processor = getattr(runner.model, "logits_processor", None)
-    return [] if processor is None else [Place(processor, "forward", HiddenStates(processor.forward))]
+    """What keeps the hidden states that go into a model runner's logits processors.
+
+    A model may have one of its own and one in its language model; which of them it calls is its business.
+    """
+    return [Place(one, "forward", HiddenStates(one.forward)) for one in logits_processors(runner.model)]
+
+
+def logits_processors(model: torch.nn.Module) -> list[Any]:
+    """Those of a model and of its parts."""
+    return [part for part in model.modules() if isinstance(part, _sgl.LogitsProcessor)]
 
 
 class HeadWorker(_sgl.TpModelWorker):
     """SGLang's worker, which also runs the heads of a prefill batch, on the forward stream, after the model."""
+
+    @cached_property
+    def _states(self) -> list[HiddenStates]:
+        return [one.forward for one in logits_processors(self.model_runner.model)]
 
     def forward_batch_generation(self, batch: ScheduleBatch, *args: object, **kwargs: object) -> GenerationBatchResult:
         """SGLang's result, with ``head_results`` on it when rows of the batch asked for heads."""
@@ -145,16 +157,18 @@ class HeadWorker(_sgl.TpModelWorker):
         ]
         if not rows:
             return super().forward_batch_generation(batch, *args, **kwargs)
-        states = self.model_runner.model.logits_processor.forward
-        assert isinstance(states, HiddenStates)
         chunk = [(start, length) for start, length in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
         unfinished = batch.chunked_req
         last = [request for row, request in rows if batch.reqs[row] is not unfinished]
-        states.wanted = True
+        hidden: Tensor | None = None
+        for states in self._states:
+            states.wanted = True
         try:
             result = super().forward_batch_generation(batch, *args, **kwargs)
         finally:
-            hidden, states.wanted, states.kept = states.kept, False, None
+            for states in self._states:
+                hidden = states.kept if hidden is None else hidden
+                states.wanted, states.kept = False, None
         assert hidden is not None, "the model ran without its logits processor: heads have nothing to read"
         with torch.inference_mode():
             result.head_results = run_heads(hidden, chunk, rows, last)
