@@ -97,6 +97,20 @@ JOBS = (
         figures=("e2e.llava.video",),
     ),
     Job(
+        "qwen3vl-retrieval",
+        f"{E2E} --shape qwen3vl-8b --workload retrieval --skews .6 --seconds 30",
+        480,
+        alone=True,
+        figures=("e2e.qwen3vl.retrieval",),
+    ),
+    Job(
+        "qwen3vl-video",
+        f"{E2E} --shape qwen3vl-8b --workload video --heads --skews .6 --seconds 30",
+        480,
+        alone=True,
+        figures=("e2e.qwen3vl.video",),
+    ),
+    Job(
         "llava-uniform",
         f"{E2E} --shape llava-7b --systems cost off --skews .6 --seconds 12 --uniform",
         300,

@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.shape7b import (
+    MOST,
     SHAPES,
     adapter_numbers,
     build_stock_engine,
@@ -535,7 +536,7 @@ def copy_rate() -> float:
 
 def write_models(directory: Path, engines: dict[str, int], args: argparse.Namespace) -> None:
     """The model and the adapters of these engines; for vLLM's the language model alone."""
-    make = make_model if SHAPES[args.shape].sees else make_language_model
+    make = make_model if SHAPES[args.shape].family == MOST else make_language_model
     model = make(directory / "model", args.tiny, args.shape)
     ours = {name: rank for name, rank in engines.items() if rank and name != "vllm"}
     for where in sorted({folder(*one) for one in ours.items()}):

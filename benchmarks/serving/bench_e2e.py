@@ -6,7 +6,7 @@ of others.
     python -m benchmarks.serving.bench_e2e --workload retrieval video --heads   # closed questions: by heads
     python -m benchmarks.serving.bench_e2e --systems cost csgmv off --uniform
     python -m benchmarks.serving.bench_e2e --plan --skews .6 --rates 8 24   # every policy; then --plan --recorded
-    python -m benchmarks.serving.bench_e2e --shape llava-7b --uniform    # LLaVA-1.5-7B's language model; 3b: Qwen's
+    python -m benchmarks.serving.bench_e2e --shape llava-7b --heads --workload retrieval video  # or qwen3vl-8b, 3b
     python -m benchmarks.serving.bench_e2e --systems cost vllm --vllm-python PATH    # vLLM's server, of that Python
     python -m benchmarks.serving.bench_e2e --shape tiny --quick          # a check of all of it, on a laptop
 
@@ -38,7 +38,7 @@ from typing import Any
 
 from benchmarks.serving.policy_grid import MEANS, POLICIES, TAILS, over_best, over_unmerged
 from benchmarks.serving.replay import replay, summarize
-from benchmarks.serving.shape7b import SHAPES, adapter_numbers, base_numbers
+from benchmarks.serving.shape7b import MOST, SHAPES, adapter_numbers, base_numbers
 from benchmarks.serving.systems import DEFAULT, DLORA, SYSTEMS, Deployment, Server, make_deployment
 from benchmarks.serving.traces import RETRIEVAL, VIDEO, Speaker, Workload, trace, without_adapters
 from benchmarks.summary import SUMMARY, card_name, record
@@ -46,7 +46,7 @@ from benchmarks.summary import SUMMARY, card_name, record
 WORKLOADS = {"retrieval": RETRIEVAL, "video": VIDEO}
 RESULTS = SUMMARY.parent / "serving"
 UNIFORM_PROMPT, UNIFORM_STEPS = 256, 64
-TINY = {"tiny": "7b", "tiny-llava": "llava-7b"}
+TINY = {"tiny": "7b", "tiny-llava": "llava-7b", "tiny-qwen3vl": "qwen3vl-8b"}
 """Small models -> the shape whose code they run."""
 HEAD = "answer"
 
@@ -104,7 +104,8 @@ def by_head(name: str, args: argparse.Namespace) -> bool:
 
 def speaker_of(server: Server, seed: int) -> Speaker:
     """Who speaks to a server."""
-    return Speaker(server.deployment.model, seed, server.deployment.words)
+    made = server.deployment
+    return Speaker(made.model, seed, made.words, made.mark)
 
 
 def requests_of(
@@ -322,10 +323,10 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     found: list[Figure] = []
     shape = rows[0].get("shape", "7b") if rows else "7b"
     shape = TINY.get(shape, shape)
-    # Rows of before 2026-11-29 were all of one attention, which was SGLang's Triton.
-    by_default = bool(rows) and rows[0].get("attention") == DEFAULT
+    # Rows of before 2026-11-29 were all of one attention, which was SGLang's Triton; other families have no others.
+    by_default = bool(rows) and rows[0].get("attention") == DEFAULT and SHAPES[shape].family == MOST
     prefix = f"{'default.' * by_default}e2e.{SHAPES[shape].figure}"
-    replayed = [r for r in rows if r["workload"] != "uniform"]
+    replayed = [r for r in rows if r["workload"] != "uniform" and r["requests"]]
     groups: dict[tuple, dict[str, dict]] = {}
     for r in replayed:
         groups.setdefault((r["workload"], r["skew"], r["rate"], r["adapters"]), {})[r["system"]] = r

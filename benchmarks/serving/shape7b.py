@@ -1,14 +1,14 @@
-"""Engines for benchmarks without checkpoints: a Qwen2.5-VL of 7B or 3B shape with random weights, and random adapters.
+"""Engines for benchmarks without checkpoints: models of real shapes with random weights, and random adapters.
 
 The vision tower has its real shape too, so an image costs what it costs. Latency depends on shapes alone; answers of
-these models mean nothing. ``tiny`` runs the same code on a CPU. Of LLaVA-1.5-7B there is the language model, a Llama:
-SGLang 0.5.17 does not serve its tower from transformers' layout. The language models of the others stand alone for
-engines that do not start with the tower.
+these models mean nothing. ``tiny`` runs the same code on a CPU. LLaVA-1.5-7B comes in its original layout, the one
+whose images stock SGLang serves. The language models stand alone for engines that do not start with the tower.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from benchmarks.serving.apis import IMAGE_MARK
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,33 @@ class Shape:
     Attributes:
         text: of the language model, as its configuration names them.
         language: transformers' model of the language model alone.
-        sees: whether there is a Qwen2.5-VL's vision tower, whose sizes are the same for all, before it.
+        family: of the whole, a key of ``served_families.FAMILIES``.
+        vision: of the tower, as its configuration names them.
         tiles: its name in ``tiling_search.MODELS``.
         figure: what the names of its figures have in them; nothing for the shape that most are of.
+        mark: how a prompt marks an image.
     """
 
     text: dict[str, Any]
     language: str
-    sees: bool
+    family: str
+    vision: dict[str, Any]
     tiles: str
     figure: str = ""
+    mark: str = IMAGE_MARK
 
+
+TOWER = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "window_size": 112,
+}
+"""Of every Qwen2.5-VL."""
+MOST = "qwen2_5_vl"
+"""The family of most figures, whose engines start with the tower in every benchmark."""
 
 SHAPES = {
     "7b": Shape(
@@ -49,7 +67,8 @@ SHAPES = {
             "max_position_embeddings": 32768,
         },
         "Qwen2",
-        True,
+        MOST,
+        TOWER,
         "qwen2.5-vl-7b",
     ),
     "3b": Shape(
@@ -64,7 +83,8 @@ SHAPES = {
             "tie_word_embeddings": True,
         },
         "Qwen2",
-        True,
+        MOST,
+        TOWER,
         "qwen2.5-vl-3b",
         "3b.",
     ),
@@ -79,18 +99,45 @@ SHAPES = {
             "max_position_embeddings": 8192,  # its own 4,096 leave little room beside six images of 576 tokens
         },
         "Llama",
-        False,
+        "llava_original",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "image_size": 336,
+            "patch_size": 14,
+            "projection_dim": 768,
+        },
         "llava-1.5-7b",
         "llava.",
+        "<|image_pad|>",
     ),
-}
-TOWER = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-    "window_size": 112,
+    "qwen3vl-8b": Shape(
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+        },
+        "Qwen3",
+        "qwen3_vl",
+        {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "patch_size": 16,
+            "deepstack_visual_indexes": [8, 16, 24],
+            "num_position_embeddings": 2304,
+        },
+        "qwen3-vl-8b",
+        "qwen3vl.",
+    ),
 }
 MAX_PIXELS = 1024 * 1024
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -114,29 +161,47 @@ def base_numbers(shape: str = "7b") -> int:
 
 
 def make_model(directory: Path, tiny: bool, shape: str = "7b") -> Path:
-    """Write configuration, tokenizer and processor (and, if tiny, weights) of a shape that sees to ``directory``."""
+    """Write configuration, tokenizer and processor (and, if tiny, weights) of a shape below ``directory``; where."""
+    from tests.support import served_families
     from tests.support.tiny_random import make_model as make_tiny
 
-    path = make_tiny(directory)
+    sizes, family = SHAPES[shape], SHAPES[shape].family
+    path = (
+        make_tiny(directory)
+        if family == MOST
+        else served_families.save(family, directory, max_position_embeddings=8192)[0]
+    )
     if tiny:
         return path
     (path / "model.safetensors").unlink()
     config = json.loads((path / "config.json").read_text())
     text = config.get("text_config", config)
-    text.update(SHAPES[shape].text)
-    rope = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
-    text[rope] = {**text[rope], "mrope_section": [16, 24, 24]}
+    text.update(sizes.text)
     text.pop("layer_types", None)
-    config["vision_config"].update(TOWER, out_hidden_size=text["hidden_size"])
     config["tie_word_embeddings"] = text.get("tie_word_embeddings", False)
     config["dtype"] = config["torch_dtype"] = "bfloat16"
+    if "mm_vision_tower" in config:
+        config["mm_hidden_size"] = sizes.vision["hidden_size"]
+        _shape_tower(Path(config["mm_vision_tower"]), sizes.vision)
+    else:
+        rope = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
+        text[rope] = {**text[rope], "mrope_section": [16, 24, 24] if family == MOST else [24, 20, 20]}
+        config["vision_config"].update(sizes.vision, out_hidden_size=text["hidden_size"])
     (path / "config.json").write_text(json.dumps(config, indent=1))
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (path / name).exists():
             settings = json.loads((path / name).read_text())
-            allow_large_images(settings)
+            _shape_images(settings, sizes.vision)
             (path / name).write_text(json.dumps(settings, indent=1))
     return path
+
+
+def _shape_tower(directory: Path, sizes: dict[str, Any]) -> None:
+    """A tower that lies beside its model: its configuration, without weights."""
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes, indent=1))
+    for weights in directory.glob("*.safetensors"):
+        weights.unlink()
 
 
 def make_language_model(directory: Path, tiny: bool, shape: str = "llava-7b") -> Path:
@@ -168,15 +233,21 @@ def make_language_model(directory: Path, tiny: bool, shape: str = "llava-7b") ->
     return directory
 
 
-def allow_large_images(settings: Any) -> None:
-    """Raise the pixel limit of an image processor's settings, in place, wherever this release keeps it."""
+def _shape_images(settings: Any, tower: dict[str, Any]) -> None:
+    """Give an image processor's settings a tower's patches, and its image size or else a high limit of pixels, in
+    place, wherever this release keeps them."""
     if not isinstance(settings, dict):
         return
+    size = tower.get("image_size")
     for key, value in settings.items():
-        if key in ("max_pixels", "longest_edge") and value is not None:
+        if key == "patch_size" and "patch_size" in tower:
+            settings[key] = tower["patch_size"]
+        elif key in ("height", "width", "shortest_edge") and size:
+            settings[key] = size
+        elif key in ("max_pixels", "longest_edge") and value is not None:
             settings[key] = MAX_PIXELS
         else:
-            allow_large_images(value)
+            _shape_images(value, tower)
 
 
 def make_adapters(
@@ -301,11 +372,34 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     processes.run_scheduler(*args, **kwargs)
 
 
+def random_towers() -> None:
+    """Stock SGLang reads the tower of LLaVA's original layout where it reads weights, which the dummy format does
+    not: give it a random one."""
+    from sglang.srt.model_loader import loader
+    from sglang.srt.models.llava import LlavaBaseForCausalLM
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    class RandomTower:
+        @staticmethod
+        def from_pretrained(path: str, torch_dtype: torch.dtype) -> Any:
+            return CLIPVisionModel(CLIPVisionConfig.from_pretrained(path)).to(torch_dtype)
+
+    own, llava = loader.initialize_dummy_weights, sys.modules[LlavaBaseForCausalLM.__module__]
+
+    def fill(model: Any, *how: Any) -> None:
+        own(model, *how)
+        if isinstance(model, LlavaBaseForCausalLM) and hasattr(model.config, "mm_vision_tower"):
+            model.load_weights([])
+
+    llava.CLIPVisionModel, loader.initialize_dummy_weights = RandomTower, fill  # type: ignore[attr-defined]
+
+
 def run_stock_scheduler(*args: Any, **kwargs: Any) -> None:
     """The scheduler process of a benchmark's stock engine."""
     from vlora_sgl import _sgl
 
     plain_adapter_loading()
+    random_towers()
     _sgl.run_scheduler_process(*args, **kwargs)
 
 

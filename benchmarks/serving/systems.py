@@ -17,7 +17,7 @@ from typing import Any
 
 import requests
 
-from benchmarks.serving.apis import BASE, GENERATE, OPENAI
+from benchmarks.serving.apis import BASE, GENERATE, IMAGE_MARK, OPENAI
 from benchmarks.serving.stock import LOG_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ SYSTEMS: dict[str, System] = {
     "vllm": System("vllm", "vLLM's OpenAI server"),
 }
 
-WORDS_FOR_AN_IMAGE = {"7b": 256, "3b": 256, "llava-7b": 576}
+WORDS_FOR_AN_IMAGE = {"7b": 256, "3b": 256, "llava-7b": 576, "qwen3vl-8b": 196}
 """Tokens of text that stand for an image where a language model is alone. Of an image of LLaVA-1.5, 336 pixels wide,
 there are as many; of the others' images there are 64, whose encoder costs what the rest of the text does."""
 DEFAULT = "default"
@@ -81,6 +81,7 @@ class Deployment:
         policy: that servers of ours start with; by default their own.
         attention: ``--attention-backend`` of all of SGLang's servers, or ``DEFAULT``.
         words: tokens of text that stand for an image; 0 where the model takes images.
+        mark: how a prompt marks an image.
         vllm_python: the Python that has vLLM.
         more: flags that servers of ours have besides.
     """
@@ -96,6 +97,7 @@ class Deployment:
     policy: str | None = None
     attention: str = "triton"
     words: int = 0
+    mark: str = IMAGE_MARK
     vllm_python: str = sys.executable
     more: tuple[str, ...] = ()
 
@@ -302,12 +304,12 @@ def make_deployment(
 
     Args:
         shape: a key of ``SHAPES``.
-        language: the language model alone, of a shape that sees.
+        language: the language model alone.
     """
     from benchmarks.serving import shape7b
     from vlora_sgl.heads import ClassifyHead, save_heads
 
-    sees = shape7b.SHAPES[shape].sees and not language
+    sees = not language
     model = (shape7b.make_model if sees else shape7b.make_language_model)(scratch / "model", tiny, shape)
     text = json.loads((model / "config.json").read_text())
     hidden = text.get("text_config", text)["hidden_size"]
@@ -318,4 +320,5 @@ def make_deployment(
         save_heads(path, [ClassifyHead("answer", hidden, list("abcdefghij"))])
     out.mkdir(parents=True, exist_ok=True)
     words = 0 if sees else WORDS_FOR_AN_IMAGE[shape]
-    return Deployment(model, paths, slots, max(ranks), max_batch, tiny, sees, out, words=words)
+    mark = shape7b.SHAPES[shape].mark
+    return Deployment(model, paths, slots, max(ranks), max_batch, tiny, sees, out, words=words, mark=mark)

@@ -144,16 +144,17 @@ class Speaker:
         model: directory with the tokenizer.
         seed: of words and images.
         spelled: tokens of text that stand for an image, for a model that sees none; 0 for one that does.
+        mark: how a prompt marks an image.
     """
 
-    def __init__(self, model: Path, seed: int = 0, spelled: int = 0) -> None:
+    def __init__(self, model: Path, seed: int = 0, spelled: int = 0, mark: str = IMAGE_MARK) -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
         texts = {token: str(tokenizer.decode([token])) for token in set(tokenizer.get_vocab().values())}
         alone = {token: text for token, text in sorted(texts.items()) if text.startswith(" ") and text[1:].isalpha()}
         self.words = {t: text for t, text in alone.items() if tokenizer.encode(text, add_special_tokens=False) == [t]}
-        self._spelled = spelled
+        self._spelled, self._mark = spelled, mark
         self._random = random.Random(seed)
         self._images = [picture(seed + i) for i in range(IMAGE_POOL)]
 
@@ -170,7 +171,7 @@ class Speaker:
         if head is not None:
             sampling |= {"max_new_tokens": 1, "custom_params": {"vlora_head": head}}
         body: dict[str, Any] = {
-            "text": IMAGE_MARK * images + text,
+            "text": self._mark * images + text,
             "sampling_params": sampling,
             "lora_path": arrival.adapter,
             "stream": True,

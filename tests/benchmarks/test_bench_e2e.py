@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoProcessor
 
 from benchmarks.serving import systems
 from benchmarks.serving.bench_e2e import figures, parse, plan_figures, requests_of
@@ -23,7 +24,7 @@ from benchmarks.serving.shape7b import (
     make_model,
 )
 from benchmarks.serving.systems import SYSTEMS, Deployment
-from benchmarks.serving.traces import IMAGE_TOKENS, RETRIEVAL, VIDEO, Arrival, Speaker, Workload, trace
+from benchmarks.serving.traces import IMAGE_SIDE, IMAGE_TOKENS, RETRIEVAL, VIDEO, Arrival, Speaker, Workload, trace
 from vlora_sgl.kernels.tiling_search import MODELS, projections
 from vlora_sgl.models import tiny
 
@@ -79,7 +80,7 @@ def test_latency_per_token_is_all_seconds_over_all_tokens() -> None:
 
 
 def row(system: str, latency: float, **more: Any) -> dict[str, Any]:
-    cell = {"workload": "retrieval", "heads": False, "skew": 0.6, "rate": 8.0, "adapters": 8}
+    cell = {"workload": "retrieval", "heads": False, "skew": 0.6, "rate": 8.0, "adapters": 8, "requests": 9}
     return {**cell, "system": system, "token_latency": latency, "mean_latency": 9 * latency, **more}
 
 
@@ -147,15 +148,18 @@ def test_the_language_model_of_llava_has_its_shape(tmp_path: Path) -> None:
     assert "base_model.model.model.layers.2.mlp.down_proj.lora_B.weight" in names
 
 
-def test_shapes_have_figures_of_their_own() -> None:
-    rows = [row("cost", 6.0, shape="llava-7b"), row("csgmv", 10.0, shape="llava-7b")]
+@pytest.mark.parametrize(("shape", "infix"), [("llava-7b", "llava"), ("tiny-qwen3vl", "qwen3vl")])
+@pytest.mark.parametrize("attention", ["triton", "default"])
+def test_families_have_figures_of_their_own(shape: str, infix: str, attention: str) -> None:
+    own = {"shape": shape, "attention": attention}
+    rows = [row("cost", 6.0, **own), row("csgmv", 10.0, **own)]
     assert {name for name, *_ in figures(rows)} == {
-        "e2e.llava.retrieval.skew60_vs_sglang",
-        "e2e.llava.worst_vs_sglang",
+        f"e2e.{infix}.retrieval.skew60_vs_sglang",
+        f"e2e.{infix}.worst_vs_sglang",
     }
 
 
-@pytest.mark.parametrize("shape, infix", [("7b", ""), ("tiny", ""), ("3b", "3b."), ("llava-7b", "llava.")])
+@pytest.mark.parametrize("shape, infix", [("7b", ""), ("tiny", ""), ("3b", "3b.")])
 def test_what_users_run_has_figures_of_its_own(shape: str, infix: str) -> None:
     """With backends that the servers choose, and vLLM's server beside them."""
     own = {"shape": shape, "attention": "default"}
@@ -198,19 +202,32 @@ def test_backends_are_given_or_left_to_the_servers(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_models_have_the_sizes_of_their_shape(shape: str, tmp_path: Path) -> None:
     """As the configurations say, and as the tiles of the kernels have them."""
-    made = [make_language_model(tmp_path / "language", False, shape)]
-    made += [make_model(tmp_path / "whole", False, shape)] if SHAPES[shape].sees else []
-    for path in made:
-        config = AutoConfig.from_pretrained(path).get_text_config()
-        assert {name: getattr(config, name) for name in SHAPES[shape].text} == SHAPES[shape].text
-        heads, small, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        expected = projections(hidden, config.intermediate_size, heads, small)
-        assert MODELS[SHAPES[shape].tiles] == expected
-        assert not list(path.glob("*.safetensors")), "weights are random: there are no files of them"
-    whole = json.loads((made[-1] / "config.json").read_text())
-    assert SHAPES[shape].sees == ("vision_config" in whole)
-    if SHAPES[shape].sees:
-        assert whole["vision_config"]["out_hidden_size"] == SHAPES[shape].text["hidden_size"]
+    sizes = SHAPES[shape]
+    for path in (
+        make_language_model(tmp_path / "language", False, shape),
+        whole := make_model(tmp_path / "whole", False, shape),
+    ):
+        config = json.loads((path / "config.json").read_text())
+        text = config.get("text_config", config)
+        assert {name: text[name] for name in sizes.text} == sizes.text
+        heads, small, hidden = text["num_attention_heads"], text["num_key_value_heads"], text["hidden_size"]
+        assert MODELS[sizes.tiles] == projections(hidden, text["intermediate_size"], heads, small)
+        assert not list(path.rglob("*.safetensors")), "weights are random: there are no files of them"
+    config = json.loads((whole / "config.json").read_text())
+    tower = config.get("vision_config") or json.loads(Path(config["mm_vision_tower"], "config.json").read_text())
+    assert {name: tower[name] for name in sizes.vision} == sizes.vision
+    assert config.get("mm_hidden_size", tower["hidden_size"]) == tower["hidden_size"]
+    assert tower.get("out_hidden_size", sizes.text["hidden_size"]) == sizes.text["hidden_size"]
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [("7b", 64), ("llava-7b", 576), ("qwen3vl-8b", 49)])
+def test_an_image_has_as_many_tokens_as_its_model_gives_it(shape: str, tokens: int, tmp_path: Path) -> None:
+    path = make_model(tmp_path, False, shape)
+    processor = AutoProcessor.from_pretrained(path)
+    image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE))
+    given = processor(text=[SHAPES[shape].mark], images=[image], return_tensors="pt")
+    mark = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert int((given["input_ids"] == mark).sum()) == tokens
 
 
 def test_quick_is_one_cell() -> None:

@@ -85,6 +85,7 @@ def projections(hidden: int, intermediate: int, heads: int, kv_heads: int) -> tu
 MODELS = {
     "qwen2.5-vl-3b": projections(2048, 11008, 16, 2),
     "qwen2.5-vl-7b": projections(3584, 18944, 28, 4),
+    "qwen3-vl-8b": projections(4096, 12288, 32, 8),
     "llava-1.5-7b": projections(4096, 11008, 32, 32),
     "llava-1.5-13b": projections(5120, 13824, 40, 40),
     # An image encoder, of whose q, k and v an adapter has one pair; SGLang pads the inner size to whole eights.
