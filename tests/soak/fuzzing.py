@@ -2,6 +2,7 @@
 
     python -m tests.soak.fuzzing --requests 5000 --seed 3
     python -m tests.soak.fuzzing --replicas 2       # through a replica router, where no request may take a replica
+    python -m tests.soak.fuzzing --family llava     # another model than the tiny Qwen2.5-VL; records nothing
 
 Any fault ends it with status 1, once the figures are recorded.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -24,10 +26,14 @@ import requests
 from benchmarks import summary
 from tests.conftest import Server, TinyModel, free_port, serve
 from tests.soak.__main__ import say
+from tests.support import served_families
+from tests.support.fuzz import seeds
 from tests.support.fuzz.calls import Calls
 from tests.support.fuzz.leftovers import Before
 from tests.support.fuzz.run import REFERENCE, Fuzzer, Tally
+from tests.support.lora_adapters import tiny_adapter
 from tests.support.tiny_random import make_adapter, make_model
+from vlora_sgl.heads import ClassifyHead, DetectHead, save_heads
 
 CLIENTS = 6
 START_S = 300
@@ -40,13 +46,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of all that is sent")
     parser.add_argument("--first", type=int, default=0, help="number of the first request")
     parser.add_argument("--replicas", type=int, default=0, help="so many behind a replica router; records nothing")
+    parser.add_argument("--family", choices=served_families.FAMILIES, help="of the model; records nothing")
     parser.add_argument("--logs", type=Path, help="directory that keeps what the servers printed")
     parser.add_argument("--summary", type=Path, default=summary.SUMMARY, help="file that takes the figures")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        model = make_model(root / "model")
-        tiny = TinyModel(model, {name: make_adapter(root / name, model, seed) for seed, name in enumerate("AB", 1)})
+        tiny = make_tiny(root, args.family)
         say(f"seed {args.seed}")
         tally = fuzz_cluster(tiny, root, args) if args.replicas else fuzz_server(tiny, root, args)
         if args.logs is not None:
@@ -56,10 +62,36 @@ def main() -> None:
     say(str(tally))
     for fault in tally.faults:
         say(fault)
-    if not args.replicas:
+    if not (args.replicas or args.family):
         record(tally, args.summary)
     if tally.faults:
         raise SystemExit(1)
+
+
+def make_tiny(root: Path, family: str | None) -> TinyModel:
+    """A model with adapters A and B, each with heads."""
+    if family is None:
+        model = make_model(root / "model")
+        adapters = {name: make_adapter(root / name, model, seed) for seed, name in enumerate("AB", 1)}
+    else:
+        seeds.IMAGE = served_families.FAMILIES[family].shown
+        model, reference = served_families.save(family, root / "model")
+        adapters = {name: root / name for name in "AB"}
+        for seed, path in enumerate(adapters.values(), 1):
+            towers = r".*(visual|vision_tower|vision_model).*"
+            adapts = {
+                "target_modules": ["q_proj", "down_proj"],
+                "exclude_modules": towers,
+                **served_families.FAMILIES[family].adapts,
+            }
+            tiny_adapter(served_families.load(family, reference), path, seed=seed, **adapts)
+    config = json.loads((model / "config.json").read_text())
+    text = next((config[part] for part in ("text_config", "llm_config") if part in config), config)
+    for path in adapters.values():
+        save_heads(
+            path, [ClassifyHead("x", text["hidden_size"], ["a", "b"]), DetectHead("f", text["hidden_size"], ["a"])]
+        )
+    return TinyModel(model, adapters)
 
 
 def fuzz_server(tiny: TinyModel, root: Path, args: argparse.Namespace) -> Tally:

@@ -29,7 +29,7 @@ def generate(pick: random.Random) -> Body:
             "stop_token_ids": [5],
             "presence_penalty": 0.5,
             "stop_regex": "c.t",
-            "custom_params": {"vlora_class": "batch"},
+            "custom_params": pick.choice(({"vlora_class": "batch"}, {"vlora_head": "x"}, {"vlora_head": "f"})),
         },
     }
     sampling |= {name: more[name] for name in pick.sample(sorted(more), pick.choice((0, 0, 1, 2)))}
@@ -98,7 +98,7 @@ def ollama_generate(pick: random.Random) -> Body:
 
 def vision(pick: random.Random) -> Body:
     parts = [{"type": "image_url", "image_url": {"url": _image(pick)}}, {"type": "text", "text": "What?"}]
-    return {"model": pick.choice(MODELS), "head": pick.choice((None, "x")), "input": parts}
+    return {"model": pick.choice(MODELS), "head": pick.choice((None, "x", "f", "z")), "input": parts}
 
 
 def score(pick: random.Random) -> Body:
