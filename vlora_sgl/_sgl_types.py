@@ -22,7 +22,7 @@ OURS: dict[str, frozenset[str]] = {
     "LogitsProcessorOutput": frozenset({"vlora_bad_rows"}),
     "MultimodalDataItem": frozenset({"vlora_adapter", "vlora_content", "vlora_fault"}),
     "LoRAAdapter": frozenset(
-        {"form", "output_vectors", "packed", "report", "tower", "unmergeable", "update_sizes"}
+        {"content", "form", "output_vectors", "packed", "report", "tower", "unmergeable", "update_sizes"}
         | {"vectors", "weights_loss"}
     ),
     "Req": frozenset({"vlora"}),
@@ -437,6 +437,7 @@ class LoRAAdapter(Protocol):
     added_tokens_embeddings: MutableMapping[str, torch.Tensor]
     packed: Any
     report: Any
+    content: str
     tower: Any
     update_sizes: Mapping[str, Any]
     form: str | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.lora_adapters import FAMILIES, TEXT, tiny_adapter, tiny_config, tiny_model
 from vlora_sgl.errors import AdapterError
-from vlora_sgl.lora.checkpoint import AdapterWeights, read_adapter
+from vlora_sgl.lora.checkpoint import AdapterWeights, read_adapter, tensors_of
 from vlora_sgl.lora.layout import BaseLayout, canonical_name, is_tower
 
 WEIGHTS = "adapter_model.safetensors"
@@ -617,6 +618,29 @@ def test_a_setting_of_another_type_is_refused(
     rewrite(directory, **options)
     with pytest.raises(AdapterError, match=named):
         read_adapter(directory)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_value_that_is_not_finite_is_refused_wherever_it_is(
+    value: float, good_adapter: Path, tmp_path: Path
+) -> None:
+    config, tensors = (good_adapter / "adapter_config.json").read_text(), load_file(good_adapter / WEIGHTS)
+    (tmp_path / "adapter_config.json").write_text(config)
+    for key, tensor in tensors.items():
+        spoiled = tensor.clone()
+        spoiled[-1, -1] = value
+        save_file({**tensors, key: spoiled}, tmp_path / WEIGHTS)
+        with pytest.raises(AdapterError, match=f"^{re.escape(key)}: holds NaN or infinite values$"):
+            read_adapter(tmp_path, layout_of("qwen2_5_vl"))
+
+
+def test_of_many_faults_the_first_in_the_file_is_named(good_adapter: Path, tmp_path: Path) -> None:
+    shutil.copytree(good_adapter, tmp_path, dirs_exist_ok=True)
+    retensor(tmp_path, change=lambda tensors: [tensor.fill_(torch.nan) for tensor in tensors.values()])
+    first = next(iter(dict(tensors_of(tmp_path))))
+    for _ in range(5):
+        with pytest.raises(AdapterError, match=f"^{re.escape(first)}: "):
+            read_adapter(tmp_path, layout_of("qwen2_5_vl"))
 
 
 def test_an_adapter_of_nothing_is_refused(good_adapter: Path, tmp_path: Path) -> None:

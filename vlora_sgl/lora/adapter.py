@@ -20,7 +20,8 @@ from vlora_sgl import _sgl
 from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.heads.store import AdapterDescription
-from vlora_sgl.lora.checkpoint import LoraPair, read_adapter
+from vlora_sgl.lora.bulk import digests, joined
+from vlora_sgl.lora.checkpoint import LoraPair, module_digests, read_adapter
 from vlora_sgl.lora.eight_bits import in_eight_bits
 from vlora_sgl.lora.layout import BaseLayout, is_tower, layer_of
 from vlora_sgl.lora.merge_bound import update_sizes
@@ -59,8 +60,10 @@ class AdapterBuilder:
         layout = engine_layout(self.model)
         weights = read_adapter(directory, trained_layout(layout, self.model))
         modules = {name: pair for name, pair in weights.modules.items() if not is_tower(name)}
+        content = {name: one for name, one in weights.digests.items() if not is_tower(name)}
         if weights.token_rows:
-            modules = {**modules, **as_lora(weights.token_rows, modules, self.model, layout)}
+            rows = as_lora(weights.token_rows, modules, self.model, layout)
+            modules, content = {**modules, **rows}, {**content, **module_digests(rows)}
         stacked, lost = stack(modules, layout, self.dtype, weights.biases), None
         if self.eight_bits:
             stacked, lost = in_eight_bits(stacked, layout)
@@ -75,7 +78,7 @@ class AdapterBuilder:
         config.path = weights.report.path
         adapter = _sgl.LoRAAdapter(adapter_id, config, self.hf_config, self.load_config, self.backend)
         adapter.scaling = stacked.scale
-        adapter.report = weights.report
+        adapter.report, adapter.content = weights.report, joined(content)
         adapter.update_sizes = update_sizes(stacked, layout)
         adapter.output_vectors, adapter.form = stacked.vectors, weights.form
         adapter.vectors, adapter.unmergeable, adapter.weights_loss = None, None, lost
@@ -136,25 +139,19 @@ def engine_layout(model: nn.Module) -> BaseLayout:
 def content_digest(adapter: LoRAAdapter, description: AdapterDescription) -> str:
     """Digest of a loaded adapter: what the engine holds, not what its files say by now.
 
+    Of one that was read, what it was read to counts: the engine stacks, casts and rounds all adapters alike.
+
     Args:
         adapter: SGLang's ``LoRAAdapter`` with its weights on the CPU.
         description: its description; only the invocation counts, because heads leave the KV alone.
     """
-    digest = hashlib.blake2b(digest_size=32)
-    digest.update(json.dumps([adapter.scaling, adapter.config.hf_config], sort_keys=True, default=str).encode())
-    digest.update(json.dumps(description.invocation).encode())
     tower = tower_of(adapter)
-    digest.update((tower.digest if tower is not None else "").encode())
-    groups = [layer.weights for layer in adapter.layers]
-    groups += [adapter.embedding_layers, adapter.added_tokens_embeddings]
-    for place, weights in enumerate(groups):
-        for name in sorted(weights):
-            tensor = weights[name].detach().cpu().contiguous()
-            digest.update(f"{place} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    for name, vectors in sorted(getattr(adapter, "output_vectors", {}).items()):
-        for what, vector in vars(vectors).items():
-            if vector is not None:
-                digest.update(f"{name} {what} {tuple(vector.shape)}".encode())
-                digest.update(vector.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    weights = adapter.content if hasattr(adapter, "content") else _digest_of_tensors(adapter)
+    parts = [adapter.scaling, adapter.config.hf_config, description.invocation, tower and tower.digest, weights]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=32).hexdigest()
+
+
+def _digest_of_tensors(adapter: LoRAAdapter) -> str:
+    groups = [*(layer.weights for layer in adapter.layers), adapter.embedding_layers, adapter.added_tokens_embeddings]
+    tensors = {f"{i} {name}": tensor for i, group in enumerate(groups) for name, tensor in group.items()}
+    return joined(digests({name: {"": tensor.detach().cpu()} for name, tensor in tensors.items()}))

@@ -8,7 +8,6 @@ Nothing is dropped: a tensor that cannot be honoured is an :class:`~vlora_sgl.er
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from vlora_sgl.errors import AdapterError
 from vlora_sgl.files import check_regular, is_there, read_json
 from vlora_sgl.heads.saved import without_wrappers
 from vlora_sgl.lora.access import allowed_directory
+from vlora_sgl.lora.bulk import digest, digests, each, is_finite, joined
 from vlora_sgl.lora.experts import factors_of_experts, is_fused, is_router, parameter_of
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, canonical_name, is_tower, kind_of, layer_of
 from vlora_sgl.lora.load_report import LoadReport, count
@@ -84,6 +84,8 @@ class AdapterWeights:
     Attributes:
         token_rows: new rows of ``embed_tokens`` and ``lm_head``.
         biases: canonical name -> bias ``[out]`` that takes the base model's place, of modules adapted or not.
+        digests: canonical name -> digest of all that the adapter has for a module, its scale included, heads and new
+            rows of tokens apart.
     """
 
     modules: Mapping[str, LoraPair]
@@ -92,6 +94,7 @@ class AdapterWeights:
     report: LoadReport
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
     biases: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def form(self) -> str | None:
@@ -147,8 +150,10 @@ def assemble(
     new_rows = {key: tensor for key, tensor in tensors.items() if TOKEN_ROWS.match(key)}
     rows = token_rows(new_rows, config.raw, layout)
     notes += [f"trainable_token_indices: {len(new.ids)} rows of {layer} are its own" for layer, new in rows.items()]
-    for key, tensor in tensors.items():
-        _check_tensor(key, tensor)
+    faults = each(_fault, list(tensors.values()))
+    for (key, tensor), fault in zip(tensors.items(), faults, strict=True):
+        if fault is not None:
+            raise AdapterError(f"{key}: {fault}")
         if key in new_rows:
             continue
         path, side = _place(key)
@@ -192,9 +197,11 @@ def assemble(
         notes.append("every B is zero: the adapter changes nothing")
     notes += [*_explained(modules, biases), *config.explained()]
 
+    of_modules = module_digests(modules, biases)
+    more = {**saved, **{f"{name} {new.ids}": new.rows for name, new in rows.items()}}
     report = LoadReport(
         path=source,
-        digest=_digest(modules, {**saved, **{f"{name} {new.ids}": new.rows for name, new in rows.items()}}, biases),
+        digest=joined({**of_modules, **{f"{name} whole": digest({"": tensor}) for name, tensor in more.items()}})[:40],
         tensors=sum(map(len, sides.values())),
         modules=count(map(kind_of, modules)),
         layers=len({layer_of(name) for name in modules} - {None}),
@@ -205,7 +212,7 @@ def assemble(
         nbytes=sum(t.numel() * t.element_size() for pair in sides.values() for _, t in pair.values()),
         notes=tuple(notes),
     )
-    return AdapterWeights(modules, saved, config, report, rows, biases)
+    return AdapterWeights(modules, saved, config, report, rows, biases, of_modules)
 
 
 def _place(key: str) -> tuple[str, str | None]:
@@ -401,10 +408,10 @@ def tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for path in weight_files(directory):
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
-                for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                    yield key, file.get_tensor(key).clone()
+                mapped = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is not a mapping
         except (SafetensorError, OSError, ValueError) as error:
             raise AdapterError(f"{path}: not a complete safetensors file: {error}") from None
+        yield from zip(mapped, each(torch.clone, list(mapped.values())), strict=True)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -441,11 +448,11 @@ def weight_files(directory: Path) -> list[Path]:
     return paths
 
 
-def _check_tensor(key: str, tensor: torch.Tensor) -> None:
+def _fault(tensor: torch.Tensor) -> str | None:
+    """Why a tensor is no adapter's, or ``None``."""
     if tensor.dtype not in _DTYPES:
-        raise AdapterError(f"{key}: dtype {tensor.dtype} is not a floating type adapters come in")
-    if not bool(torch.isfinite(tensor).all()):
-        raise AdapterError(f"{key}: holds NaN or infinite values")
+        return f"dtype {tensor.dtype} is not a floating type adapters come in"
+    return None if is_finite(tensor) else "holds NaN or infinite values"
 
 
 def _refuse_towers(paths: list[str]) -> None:
@@ -473,26 +480,17 @@ def _refuse_added_tokens(directory: Path, layout: BaseLayout | None) -> None:
         )
 
 
-def _digest(
-    modules: Mapping[str, LoraPair], saved: Mapping[str, torch.Tensor], biases: Mapping[str, torch.Tensor]
-) -> str:
-    digest = hashlib.blake2b(digest_size=20)
-
-    def feed(label: str, tensor: torch.Tensor) -> None:
-        digest.update(f"{label} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-
-    for name, pair in sorted(modules.items()):
-        feed(f"{name} A {pair.scale!r}", pair.a)
-        feed(f"{name} B", pair.b)
-        for side, vector in (("magnitude", pair.magnitude), ("bias", pair.bias)):
-            if vector is not None:
-                feed(f"{name} {side}", vector)
-    for name, tensor in sorted(saved.items()):
-        feed(name, tensor)
-    for name, tensor in sorted(biases.items()):
-        feed(f"{name} bias of the base", tensor)
-    return digest.hexdigest()
+def module_digests(
+    modules: Mapping[str, LoraPair], biases: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, str]:
+    """Of every module the digest of its factors, their scale, and what else an adapter has for its outputs."""
+    found: dict[str, dict[str, torch.Tensor | None]] = {
+        name: {f"A {pair.scale!r}": pair.a, "B": pair.b, "magnitude": pair.magnitude, "bias": pair.bias}
+        for name, pair in modules.items()
+    }
+    for name, bias in (biases or {}).items():
+        found.setdefault(name, {})["bias of the base"] = bias
+    return digests(found)
 
 
 def _sample(keys: list[str]) -> str:

@@ -9,7 +9,6 @@ that needs them, is a matter of milliseconds, for which the device has to be idl
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.kernels.atmm import on_kernels
 from vlora_sgl.kernels.merge import MergeTable
+from vlora_sgl.lora.bulk import digests, joined
 from vlora_sgl.lora.layers import layer_class, pair_activations
 from vlora_sgl.lora.layout import BaseLayout, is_tower, kind_of
 from vlora_sgl.lora.merge_bound import BaseSize, UpdateSize, base_sizes, merge_refusal, update_sizes
@@ -101,12 +101,10 @@ class TowerWeights:
     @classmethod
     def of(cls, stacked: StackedAdapter, layout: BaseLayout) -> TowerWeights:
         """Those of an adapter that was stacked, for an engine with this layout."""
-        digest = hashlib.blake2b(repr(stacked.scale).encode(), digest_size=32)
-        for name, tensor in sorted(stacked.tensors.items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        sizes = update_sizes(stacked, layout)
-        return cls(stacked.rank, stacked.scale, stacked.tensors, digest.hexdigest(), sizes)
+        content = joined(
+            {"scale": repr(stacked.scale), **digests({name: {"": t} for name, t in stacked.tensors.items()})}
+        )
+        return cls(stacked.rank, stacked.scale, stacked.tensors, content, update_sizes(stacked, layout))
 
     @property
     def modules(self) -> set[str]:
