@@ -17,14 +17,14 @@ same, and no step computes or waits for anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice, starmap
-from typing import TypeVar
+from itertools import chain, groupby, islice, starmap
 
 import torch
 
 from vlora_sgl.kernels.merge import FoldTarget, MergeTarget
+from vlora_sgl.lora.bulk import each
 from vlora_sgl.lora.layout import BaseLayout, canonical_name
 from vlora_sgl.lora.stacking import StackedAdapter, is_embedding
 
@@ -32,10 +32,10 @@ LIMIT = 4.0
 """The largest rho. Trained adapters of a tiny model stay below 0.6, random ones that change every answer reach 2."""
 ACTIVATIONS = 2.0**12
 """What the base model's outputs are taken to stay below, for the room that h has in its type."""
-TOGETHER = 64
-"""Updates of one shape that are measured at a time: experts' are many and small."""
-
-T = TypeVar("T")
+TOGETHER = 1 << 20
+"""Numbers of factors of one shape that are measured at a time: experts' are many and small."""
+WIDE = 4096
+"""Columns of factors that are measured at a time: what is made of them stays in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,46 +71,73 @@ def update_sizes(adapter: StackedAdapter, layout: BaseLayout) -> dict[str, tuple
         adapter: whole, not a rank's shard.
         layout: of the engine that it was stacked for.
     """
-    found = {}
-    for key, a in adapter.tensors.items():
-        name, side, _ = key.rsplit(".", 2)
-        if side == "lora_A" and not is_embedding(key):
-            widths = [layout.shapes[part][0] for part in layout.parts_of(name)]
-            b = adapter.tensors[f"{name}.lora_B.weight"]
-            pairs = zip(a.split(adapter.rank), b.split(widths), strict=True)
-            alike = (some for _, same in groupby(pairs, lambda pair: len(pair[1])) for some in _batches(same))
-            found[name] = tuple(size for some in alike for size in _sizes(some, adapter.scale))
-    return found
+
+    places = [key.rsplit(".", 2)[:2] for key in adapter.tensors if not is_embedding(key)]
+    names = [name for name, side in places if side == "lora_A"]
+    if not names:
+        return {}
+    widths = {name: [layout.shapes[part][0] for part in layout.parts_of(name)] for name in names}
+    # Of [U, r, n], in the order of the slices.
+    a = [some for name in names for some in _portions(_of_a(adapter.tensors[f"{name}.lora_A.weight"], adapter.rank))]
+    b = [
+        some
+        for name in names
+        for alike in _of_b(adapter.tensors[f"{name}.lora_B.weight"], widths[name])
+        for some in _portions(alike)
+    ]
+    found = each(_gram, a + b)
+    sides = [[torch.cat(of) for of in zip(*some, strict=True)] for some in (found[: len(a)], found[len(a) :])]
+    at_once = max(1, TOGETHER // 16 // adapter.rank**2)  # eight bytes each, a few times over
+    portions = [*zip(*(of.split(at_once) for side in sides for of in side), strict=True)]
+    sizes = chain.from_iterable(each(lambda portion: _sizes(portion, abs(adapter.scale)), portions))
+    return {name: tuple(islice(sizes, len(outs))) for name, outs in widths.items()}
 
 
-def _sizes(factors: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float) -> Iterator[UpdateSize]:
-    """Of updates with these A [r, in] and B [out, r], all of one shape."""
-    a, b = (torch.stack(side).float() for side in zip(*factors, strict=True))
-    b = b.mT
-    # In float64, where no square overflows; the cosines between the terms, within 1, in float32.
-    rows, columns = (torch.linalg.vector_norm(factor, dim=2, dtype=torch.float64) for factor in (a, b))
+def _of_a(stacked: torch.Tensor, rank: int) -> torch.Tensor:
+    return stacked.unflatten(0, (-1, rank))
+
+
+def _of_b(stacked: torch.Tensor, outs: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The projections of a B [sum of outs, r], transposed; neighbours of one size together."""
+    alike = [(out, len([*same])) for out, same in groupby(outs)]
+    for part, (out, count) in zip(stacked.split([out * count for out, count in alike]), alike, strict=True):
+        yield part.unflatten(0, (count, out)).mT
+
+
+def _portions(factors: torch.Tensor) -> Sequence[torch.Tensor]:
+    return factors.split(max(1, TOGETHER // factors[0].numel()))
+
+
+def _gram(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of factors [U, r, n]: the largest element of each row, [U, r], and the products of the rows divided by theirs,
+    [U, r, r], both float32. The square of a norm, or the norm itself, may lie past that."""
+    blocks = factors.split(WIDE, 2)
+    top = torch.cat([block.abs().amax(2, keepdim=True) for block in blocks], 2).amax(2, keepdim=True).float()
+    size = torch.where(top == 0, 1.0, top)
+    products = torch.zeros(*top.shape[:2], top.shape[1])
+    for block in blocks:
+        unit = block / size  # [U, r, WIDE] float32
+        products.baddbmm_(unit, unit.mT)
+    return top[..., 0], products
+
+
+def _sizes(grams: Sequence[torch.Tensor], size: float) -> list[UpdateSize]:
+    """Of updates with these ``_gram`` of A and of B, and a scale of this size."""
+    top_a, gram_a, top_b, gram_b = grams
+    # Norms in float64, where no square overflows; the cosines between the terms, within 1, in float32.
+    (rows, of_rows), (columns, of_columns) = _rows(top_a, gram_a), _rows(top_b, gram_b)
     terms = rows * columns
-    cosines = _cosines(a, rows) * _cosines(b, columns)
-    product = (terms[:, None] @ (cosines.double() @ terms[..., None])).flatten().clamp(min=0).sqrt()
-    size = abs(scale)
+    product = (terms[:, None] @ ((of_rows * of_columns).double() @ terms[..., None])).flatten().clamp(min=0).sqrt()
     sizes = size * product, size * torch.linalg.vector_norm(terms, dim=1), terms.sum(1), max(1.0, size) * rows.amax(1)
-    return starmap(UpdateSize, torch.stack(sizes, 1).tolist())
+    return [*starmap(UpdateSize, torch.stack(sizes, 1).tolist())]
 
 
-def _cosines(factor: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """[U, r, r] between the rows of factors; 0 where a row is zero, NaN where it is not finite."""
-    # By the largest element first: a norm may lie past float32.
-    top = factor.abs().amax(2, keepdim=True)
-    unit = torch.where(top == 0, 0.0, factor / top)
-    length = (norms[..., None] / top.double()).float()
-    unit = torch.where(top == 0, 0.0, unit / length)
-    return unit @ unit.mT
-
-
-def _batches(rows: Iterable[T]) -> Iterator[list[T]]:
-    left = iter(rows)
-    while some := list(islice(left, TOGETHER)):
-        yield some
+def _rows(top: torch.Tensor, gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norms of rows, [U, r] float64, and the cosines between them, [U, r, r]: 0 where a row is zero, NaN where it
+    is not finite."""
+    lengths = gram.diagonal(dim1=1, dim2=2).sqrt()
+    both = lengths[:, :, None] * lengths[:, None]
+    return top.double() * lengths.double(), gram / torch.where(both == 0, 1.0, both)
 
 
 def base_sizes(

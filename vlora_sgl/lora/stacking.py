@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vlora_sgl.errors import AdapterError
+from vlora_sgl.lora.bulk import each, is_finite
 from vlora_sgl.lora.checkpoint import LoraPair
 from vlora_sgl.lora.experts import FUSED, is_expert
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout
@@ -78,12 +79,15 @@ def stack(
     scales = Counter(pair.scale for pair in modules.values())
     scale = max(scales, key=lambda value: (value != 0, scales[value]))
     groups = {part: name for name, parts in layout.fused.items() if name in layout.paths for part in parts}
-    tensors: dict[str, torch.Tensor] = {}
-    for name in dict.fromkeys(groups.get(module, module) for module in modules):
+
+    def stacked(name: str) -> dict[str, torch.Tensor]:
         parts = layout.parts_of(name)
         factors = [_factors(part, modules.get(part), layout.shapes[part], rank, scale, dtype) for part in parts]
-        tensors[f"{name}.lora_A.weight"] = torch.cat([a for a, _ in factors])
-        tensors[f"{name}.lora_B.weight"] = torch.cat([b for _, b in factors])
+        sides = zip("AB", zip(*factors, strict=True), strict=True)
+        return {f"{name}.lora_{side}.weight": torch.cat(of) if len(of) > 1 else of[0] for side, of in sides}
+
+    found = each(stacked, [*dict.fromkeys(groups.get(module, module) for module in modules)])
+    tensors = {name: tensor for one in found for name, tensor in one.items()}
     return StackedAdapter(rank, scale, tensors, _vectors(modules, biases or {}, groups, layout))
 
 
@@ -121,13 +125,21 @@ def _factors(
     name: str, pair: LoraPair | None, shape: tuple[int, int], rank: int, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, inner = shape
-    a, b = torch.zeros(rank, inner, dtype=dtype), torch.zeros(out, rank, dtype=dtype)
-    if pair is not None:
-        # An engine may pad a layer's sizes (``lora.tower.trained_layout``): what is beyond the adapter's own is zero.
-        a[: pair.rank, : pair.a.shape[1]] = _cast(f"{name}: A", pair.a, 1.0, dtype)
-        own = pair.scale / scale if pair.scale != scale else 1.0
-        b[: pair.b.shape[0], : pair.rank] = _cast(f"{name}: B", pair.b, own, dtype)
-    return a, b
+    if pair is None:
+        return torch.zeros(rank, inner, dtype=dtype), torch.zeros(out, rank, dtype=dtype)
+    own = pair.scale / scale if pair.scale != scale else 1.0
+    a, b = _cast(f"{name}: A", pair.a, 1.0, dtype), _cast(f"{name}: B", pair.b, own, dtype)
+    # An engine may pad a layer's sizes (``lora.tower.trained_layout``): what is beyond the adapter's own is zero.
+    return _padded(a, (rank, inner)), _padded(b, (out, rank))
+
+
+def _padded(factor: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Itself, where nothing is to be added; nobody writes into what an adapter was read to."""
+    if factor.shape == shape:
+        return factor.contiguous()
+    wide = torch.zeros(shape, dtype=factor.dtype)
+    wide[: factor.shape[0], : factor.shape[1]] = factor
+    return wide
 
 
 def _cast(what: str, factor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -135,7 +147,7 @@ def _cast(what: str, factor: torch.Tensor, scale: float, dtype: torch.dtype) -> 
     if scale == 1.0 and factor.dtype == dtype:
         return factor
     found = (factor if scale == 1.0 else factor.float() * scale).to(dtype)
-    if not bool(torch.isfinite(found).all()):
+    if not is_finite(found):
         largest = float(factor.abs().max()) * abs(scale)
         raise AdapterError(
             f"{what}, in {factor.dtype}, reaches {largest:.3g} with its scale; the engine computes in {dtype}, which "
