@@ -131,6 +131,26 @@ def test_slots_hold_what_sglang_writes(
             assert all(map(torch.equal, bits(ours), bits(theirs))), f"slot {slot}: {what}"
 
 
+def test_nothing_of_a_packed_buffer_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fill looks at all of it for numbers that are not finite: between matrices there are zeros."""
+    taken: list[torch.Tensor] = []
+
+    def full_of_nan(*shape: Any, **options: Any) -> torch.Tensor:
+        made = torch.full(shape, torch.nan, **options)
+        taken.extend([made] if made.device.type == "cpu" else [])
+        return made
+
+    pool, modules = make_pool(sized=False), make_modules()
+    monkeypatch.setattr(packed, "torch", SimpleNamespace(**{**vars(torch), "empty": full_of_nan}))
+    for seed, (_, rank, kinds, layers) in enumerate(LOADS):
+        held = pool.pack(make_adapter(rank, kinds, layers, seed=seed), modules)
+        assert held.buffer is taken.pop() and not taken
+        assert bool(torch.isfinite(held.buffer).all())
+        assert not any(held.buffer[end:begin].any() for end, begin in held.layout.gaps())
+        gaps = sum(begin - end for end, begin in held.layout.gaps())
+        assert gaps + sum(shape.numel() for shape in held.layout.shapes) == len(held.buffer)
+
+
 @pytest.mark.parametrize("eight_bits", [False, True], ids=["wide", "e4m3"])
 def test_embeddings_are_loaded_beside(eight_bits: bool) -> None:
     ours, theirs = (make_pool(sized=False, extra=["embed_tokens"], eight_bits=eight_bits) for _ in range(2))

@@ -15,6 +15,7 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ import torch
 from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.core import AdapterId, JsonDict
+from vlora_sgl.lora.bulk import each, threads
 from vlora_sgl.lora.expert_layers import with_linears
 from vlora_sgl.lora.experts import is_expert
 from vlora_sgl.lora.slot_residency import SlotResidency
@@ -97,6 +99,12 @@ class Layout:
             buffer[begin : begin + shape.numel()].view(shape)
             for begin, shape in zip(begins, self.shapes[first:last], strict=True)
         ]
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """``(end, begin)`` of matrices that do not touch."""
+        for shape, (begin, after) in zip(self.shapes, pairwise(self.begins), strict=True):
+            if begin + shape.numel() < after:
+                yield begin + shape.numel(), after
 
     def pieces(self, room: int) -> Iterator[tuple[int, int]]:
         """``(first, last)`` of matrices that fit ``room`` together; one side each, because sides differ in strides."""
@@ -315,7 +323,9 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
                         names[weight] = name
         layout = self._layout(sorted(names), adapter.config.r)
         pinned = self.pin_memory_available and self.staging.device.type != "cpu"
-        buffer = torch.zeros(layout.begins[-1], dtype=self.moved_as, pin_memory=pinned)
+        buffer = torch.empty(layout.begins[-1], dtype=self.moved_as, pin_memory=pinned)
+        for end, begin in layout.gaps():
+            buffer[end:begin].zero_()
         found = (view.view(self.slot_dtype) for view in layout.views(buffer, 0, len(layout.weights)))
         views = dict(zip(layout.weights, found, strict=True))
 
@@ -327,22 +337,28 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
 
     def _write(self, views: Mapping[Weight, torch.Tensor], adapter: LoRAAdapter, lora_modules: Layers) -> None:
         """SGLang's load of an adapter's linear layers, with these matrices for a slot; experts' are written here."""
-        rest = [
-            self._write_experts(views, i, layer.weights, lora_modules[i]) for i, layer in enumerate(adapter.layers)
-        ]
+        count = min(threads(), self.num_layer)
+        each(lambda first: self._write_layers(views, adapter, lora_modules, slice(first, None, count)), range(count))
+
+    def _write_layers(
+        self, views: Mapping[Weight, torch.Tensor], adapter: LoRAAdapter, lora_modules: Layers, which: slice
+    ) -> None:
+        layers = range(self.num_layer)[which]
+        rest = [self._write_experts(views, i, adapter.layers[i].weights, lora_modules[i]) for i in layers]
         slot: Any = copy.copy(self)
         nothing = torch.empty(1, 1, device="meta")  # takes the zeros of what the adapter lacks
         for side, buffers in (("A", self.A_buffer), ("B", self.B_buffer)):
-            layers = range(self.num_layer)
             kinds = [kind for kind in buffers if not kind.endswith(EXPERTS)]
             found = {kind: [views.get(Weight(side, kind, i), nothing)[None] for i in layers] for kind in kinds}
             setattr(slot, f"{side}_buffer", found)
+        slot.num_layer = len(layers)
         slot.embedding_A_buffer = slot.embedding_B_buffer = slot.lm_head_A_buffer = slot.lm_head_B_buffer = {}
         slot.new_embeddings_buffer = {}
         slot.pin_memory_available = False
         layers_left = [SimpleNamespace(weights=weights, pinned_weights={}) for weights in rest]
         linears = SimpleNamespace(config=adapter.config, layers=layers_left, embedding_layers={})
-        _sgl.LoRAMemoryPool.load_lora_weight_to_buffer(slot, adapter.uid, 0, linears, lora_modules, None, None)
+        modules = [lora_modules[i] for i in layers]
+        _sgl.LoRAMemoryPool.load_lora_weight_to_buffer(slot, adapter.uid, 0, linears, modules, None, None)
 
     def _write_experts(
         self, views: Mapping[Weight, torch.Tensor], number: int, weights: Mapping[str, torch.Tensor], modules: JsonDict
