@@ -7,9 +7,10 @@ fields. Nothing but JSON and safetensors is taken.
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -50,6 +51,7 @@ async def order_in(request: Request, kind: type[Order], uploads: Uploads) -> Asy
         return
     fields, files = await _parts(request)
     path = await asyncio.to_thread(uploads.keep, files)
+    files.clear()  # not held twice while it is loaded
     try:
         yield _order(kind, {**fields, "lora_path": path})
     except Exception as error:
@@ -58,7 +60,7 @@ async def order_in(request: Request, kind: type[Order], uploads: Uploads) -> Asy
         raise
 
 
-async def _parts(request: Request) -> tuple[dict[str, str], dict[str, bytes]]:
+async def _parts(request: Request) -> tuple[dict[str, str], dict[str, BinaryIO]]:
     """The fields and the files."""
     parser = MultiPartParser(request.headers, request.stream(), max_files=len(FILES), max_fields=16)
     parser.spool_max_size = VLoraArgs.from_environment().max_adapter_bytes  # what comes is in memory, never in a file
@@ -66,18 +68,17 @@ async def _parts(request: Request) -> tuple[dict[str, str], dict[str, bytes]]:
         form = await parser.parse()
     except MultiPartException as error:
         raise HTTPException(400, f"the body is not {KIND}: {error.message}") from None
-    files: dict[str, bytes] = {}
+    files: dict[str, BinaryIO] = {}
     fields: dict[str, str] = {}
     for name, part in form.multi_items():
         if name in files or name in fields:
             raise RequestError(f"the part {name!r} comes twice")
         if name in FILES:
-            files[name] = await part.read() if isinstance(part, UploadFile) else part.encode()
+            files[name] = part.file if isinstance(part, UploadFile) else io.BytesIO(part.encode())
         elif isinstance(part, UploadFile) or name == "lora_path":
             raise RequestError(f"an adapter's parts are {listed(FILES)}; got {name[:80]!r}")
         else:
             fields[name] = part
-    await form.close()
     if missing := [name for name in (CONFIG, WEIGHTS) if name not in files]:
         raise RequestError(f"an adapter that comes in a body needs a part {missing[0]!r}")
     return fields, files

@@ -6,13 +6,17 @@ them reaches a disk.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from vlora_sgl.errors import AdapterUnavailableError
 from vlora_sgl.server_args import uploads_directory
+
+COPIED_AT_ONCE = 1 << 20
 
 
 class Uploads:
@@ -21,8 +25,8 @@ class Uploads:
     def __init__(self) -> None:
         self._kept: set[str] = set()
 
-    def keep(self, files: Mapping[str, bytes | memoryview]) -> str:
-        """Write an adapter's files, by their names, to a new directory; its path.
+    def keep(self, files: Mapping[str, BinaryIO]) -> str:
+        """Copy an adapter's files, by their names, to a new directory; its path.
 
         Raises:
             AdapterUnavailableError: there is no room.
@@ -33,10 +37,11 @@ class Uploads:
             directory = tempfile.mkdtemp(dir=root)
             self._kept.add(directory)
             for name, content in files.items():
-                Path(directory, name).write_bytes(content)
+                with Path(directory, name).open("wb") as file:
+                    shutil.copyfileobj(content, file, COPIED_AT_ONCE)
         except OSError as reason:
             self.drop(directory)
-            size = sum(map(len, files.values()))
+            size = sum(content.seek(0, os.SEEK_END) for content in files.values())
             raise AdapterUnavailableError(f"{size} bytes cannot be kept in {root}: {reason.strerror}") from None
         return directory
 
