@@ -343,6 +343,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ServerArgs.override": ("self", "source"),
     "LoRAManager.load_lora_weights_from_tensors": ("self", "lora_ref", "tensors"),
     "LoRAManager._load_lora_adapter": ("self", "lora_ref"),
+    "LoRAManager.load_lora_adapter": ("self", "lora_ref"),
+    "LoRAManager.unload_lora_adapter": ("self", "lora_ref"),
     "LoRAManager.validate_new_adapter": ("self", "lora_config", "lora_ref"),
     "LoRAManager.create_lora_update_result": ("self", "success", "error_message"),
     "LoRAAdapter.__init__": ("self", "uid", "config", "base_hf_config", "load_config", "lora_backend"),

@@ -300,7 +300,8 @@ def _memory_now(pid: int) -> float:
             todo += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
         except OSError:
             continue  # it has ended
-        total += int(status.partition("VmRSS:")[2].split()[0])
+        if "VmRSS:" in status:  # else it has ended, and its parent has not looked yet
+            total += int(status.partition("VmRSS:")[2].split()[0])
     return total / 1024
 
 

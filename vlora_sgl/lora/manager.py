@@ -160,6 +160,15 @@ class VLoraManager(_sgl.LoRAManager):
         """Whether any of these is a routed adapter."""
         return self._store.has_routed(adapters)
 
+    def load_lora_adapter(self, lora_ref: LoRARef) -> Any:
+        """SGLang's, without its log of free memory: to know that, it empties torch's cache of the device's twice, or
+        on a CPU starts a program twice."""
+        return self._load_lora_adapter(lora_ref)
+
+    def unload_lora_adapter(self, lora_ref: LoRARef) -> Any:
+        """SGLang's, likewise."""
+        return self._unload_lora_adapter(lora_ref)
+
     def _load_lora_adapter(self, lora_ref: LoRARef) -> Any:
         """Load an adapter, or pin or unpin one.
 
