@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -228,6 +229,18 @@ class Slots:
         return moves, [self._part(weight, slot, rank) for weight in sorted(everything.difference(layout.weights))]
 
 
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """SGLang's pool says of every call what it was given; the report of a load says it once."""
+    logger = logging.getLogger(_sgl.LoRAMemoryPool.__module__)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 class PackedPool(Slots, _sgl.LoRAMemoryPool):
     """SGLang's pool of linear layers, loaded as the module says; what it holds besides is loaded as SGLang does.
 
@@ -338,7 +351,10 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
     def _write(self, views: Mapping[Weight, torch.Tensor], adapter: LoRAAdapter, lora_modules: Layers) -> None:
         """SGLang's load of an adapter's linear layers, with these matrices for a slot; experts' are written here."""
         count = min(threads(), self.num_layer)
-        each(lambda first: self._write_layers(views, adapter, lora_modules, slice(first, None, count)), range(count))
+        with _quietly():
+            each(
+                lambda first: self._write_layers(views, adapter, lora_modules, slice(first, None, count)), range(count)
+            )
 
     def _write_layers(
         self, views: Mapping[Weight, torch.Tensor], adapter: LoRAAdapter, lora_modules: Layers, which: slice
