@@ -72,6 +72,13 @@ class Atmm:
         )
         self.scaled = fused(self.base_layer) if self.a.is_cuda and on_hopper() else None
 
+    def slice_lora_b_weights(self, b: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of B [N, R]. SGLang copies the parts of a stacked linear together even where it has all."""
+        if getattr(self.base_layer, "tp_size", 1) == 1:
+            return b
+        mine: torch.Tensor = super().slice_lora_b_weights(b)  # type: ignore[misc]
+        return mine
+
     @property
     def own_bias(self) -> torch.Tensor | None:
         """The bias that this rank adds to its product, if any."""
