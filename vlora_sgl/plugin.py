@@ -278,7 +278,7 @@ TABLE = (
     Seam("Qwen2VLForConditionalGeneration.get_image_feature", "vlora_sgl.lora.tower_routing:Feed", MODEL, OWN,
          "Which adapter an image is encoded with is told here, the last place that knows an image's request.",
          "adapters of the vision tower and the projector are not applied"),
-    Seam("CLIPMLP.act", "vlora_sgl.multimodal.llava:ClipTower", MODEL, OWN,
+    Seam("CLIPMLP.act", "vlora_sgl.multimodal.llava:activations", MODEL, BUILT,
          "SGLang computes every CLIP encoder with QuickGELU, whatever its configuration names.",
          "images of LLaVA with another activation are encoded wrongly"),
     Seam("Gemma3ForConditionalGeneration.prepare_attn_masks", "vlora_sgl.multimodal.gemma3:masks", MODEL, BUILT,

@@ -170,6 +170,12 @@ class Planner:
                 state.remaining = max(1, state.remaining - (not prefill))
         return Iteration(prefill, groups, context, before, self.merged, plan.mode, self.clock - started)
 
+    def left(self, rid: str) -> None:
+        """A request has ended, or is in no queue any more: drop it, and learn the usual length from it."""
+        state = self._states.pop(rid, None)
+        if state is not None and state.generated:
+            self._mean_output += 0.02 * (state.generated - self._mean_output)
+
     def use(self, policy: Policy) -> None:
         """Decide by another policy from the next iteration on; what the one before remembered is dropped."""
         self.policy, self.memory = policy, {}
@@ -219,8 +225,5 @@ class Planner:
         return state
 
     def _forget(self, present: Mapping[str, RequestState]) -> None:
-        """Drop the requests that have left, and learn the usual length from them."""
         for rid in [rid for rid in self._states if rid not in present]:
-            state = self._states.pop(rid)
-            if state.generated:
-                self._mean_output += 0.02 * (state.generated - self._mean_output)
+            self.left(rid)

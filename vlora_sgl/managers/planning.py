@@ -163,10 +163,13 @@ class Planning:
         if self.times is not None:
             self.times.launched(number, iteration)
 
-    def finished(self, number: int) -> None:
-        """Note the time at which a batch's result is there."""
+    def finished(self, number: int, reqs: Sequence[Req]) -> None:
+        """Note the time at which a batch's result is there, and which of its requests ended with it."""
         if self.times is not None:
             self.times.done(number)
+        for req in reqs:
+            if req.finished():
+                self.planner.left(req.rid)
 
     def requests(self) -> dict[str, Counter[str]]:
         """Unfinished requests by the name of their adapter, those that wait and those that run; ``""`` is the base.

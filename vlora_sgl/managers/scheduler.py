@@ -214,7 +214,7 @@ class VLoraScheduler(_sgl.Scheduler):
         super().process_batch_result(batch, result)
         self.deadlines.finished()
         if self.planning is not None:
-            self.planning.finished(batch.forward_iter)
+            self.planning.finished(batch.forward_iter, batch.reqs)
 
     @contextmanager
     def _on_forward_stream(self) -> Iterator[None]:

@@ -18,18 +18,16 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from vlora_sgl import _sgl, seams
-from vlora_sgl._sgl_types import MultimodalDataItem, MultimodalInputs
+from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import ModelRunner, MultimodalDataItem, MultimodalInputs
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.platforms.cpu import is_plain_cpu
-from vlora_sgl.seams import Place
+from vlora_sgl.seams import Place, Places
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 ORIGINAL = "LlavaLlamaForCausalLM"
 CLIP = ("clip", "clip_vision_model")
-ACTIVATIONS = "CLIPMLP.act"
-"""A row of ``plugin.TABLE``."""
 
 RENAMED = (
     ("model.mm_projector.0.", "multi_modal_projector.linear_1."),
@@ -51,9 +49,7 @@ class ClipTower(_sgl.CLIPVisionModel):
 
     def __init__(self, config: CLIPVisionConfig, quant_config: object = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
-        layers = list(self.vision_model.encoder.layers)
-        seams.place(ACTIVATIONS, [Place(layer.mlp, "act", ACT2FN[config.hidden_act]) for layer in layers])
-        for layer in layers:
+        for layer in self.vision_model.encoder.layers:
             layer.self_attn.qkv_backend.flatten_batch = (
                 False  # torch's attention takes one image only, where it is set
             )
@@ -81,6 +77,15 @@ class ClipTower(_sgl.CLIPVisionModel):
             parameter = parameters[name.replace(shard[0], "qkv_proj") if shard else name]
             load = getattr(parameter, "weight_loader", _sgl.default_weight_loader)
             load(parameter, weight, *(shard[1:] if shard else ()))
+
+
+def activations(runner: ModelRunner) -> Places:
+    """What stands in the place of the activations of a model runner's CLIP tower."""
+    tower: Any = getattr(runner.model, "vision_tower", None)
+    if not isinstance(tower, ClipTower):
+        return "its image encoder is no CLIP tower of ours"
+    made = ACT2FN[tower.vision_model.config.hidden_act]
+    return [Place(layer.mlp, "act", made) for layer in tower.vision_model.encoder.layers]
 
 
 class Llava(_sgl.LlavaForConditionalGeneration):
