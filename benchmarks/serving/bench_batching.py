@@ -85,11 +85,12 @@ def measure(scratch: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]
 
 def times(client: Client, names: list[str], requests: int) -> Iterator[dict[str, Any]]:
     """The rows of one server."""
-    vocabulary, draw = len(client.engine.tokenizer_manager.tokenizer), random.Random(len(names))
+    tokenizer, draw = client.engine.tokenizer_manager.tokenizer, random.Random(len(names))
+    words = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.added_tokens_decoder})  # none marks an image
     parameters = {"temperature": 0, "ignore_eos": True, "max_new_tokens": TOKENS}
 
     def spread(number: int) -> dict[str, Any]:
-        ids = draw.choices(range(10, vocabulary), k=PROMPT)
+        ids = draw.choices(words, k=PROMPT)
         return {"input_ids": ids, "lora_path": names[number % len(names)], "sampling_params": parameters}
 
     def first(number: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ pattern tables. Here the tensors decide.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,11 +130,21 @@ def engine_layout(model: nn.Module) -> BaseLayout:
             linears.append((path, (module.output_size, module.input_size), ()))
         elif isinstance(module, nn.Linear) and is_tower(path):
             linears.append((path, (module.out_features, module.in_features), ()))
-    if vocabulary and not any(path.endswith("lm_head") for path, _, _ in linears):
+    if not reads_lm_head(model):
+        linears = [one for one in linears if not one[0].endswith("lm_head")]
+    elif vocabulary and not any(path.endswith("lm_head") for path, _, _ in linears):
         # Tied to the embedding, so not a module of its own; adapters may still target it.
         hidden = next(iter(embeddings.values()))[0]
         linears.append(("lm_head", (vocabulary, hidden), ()))
     return BaseLayout.from_modules(linears, embeddings, experts)
+
+
+def reads_lm_head(model: nn.Module) -> bool:
+    """Whether a model hands its ``lm_head`` to its logits processor. Gemma and others hand it the embedding, whatever
+    else they have: an adapter on the LM head would be without effect there."""
+    parts = [p for p in model.modules() if any(isinstance(one, _sgl.LogitsProcessor) for one in p.children())]
+    names = [inspect.unwrap(type(part).forward).__code__.co_names for part in parts]
+    return not names or any("lm_head" in some for some in names)
 
 
 def content_digest(adapter: LoRAAdapter, description: AdapterDescription) -> str:
