@@ -21,7 +21,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.tokenizer_manager = SimpleNamespace(tokenizer=range(100))
+        vocabulary = {f"t{number}": number for number in range(100)}
+        tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary, added_tokens_decoder={98: "<image>", 99: "<video>"})
+        self.tokenizer_manager = SimpleNamespace(tokenizer=tokenizer)
         self.asked: list[dict[str, Any]] = []
         self.now = self.most = 0
 
@@ -48,6 +50,7 @@ def test_a_server_of_two_is_asked_as_the_tables_say() -> None:
         assert names.count("a0") == names.count("a1") == 20
     assert {request["lora_path"] for request in engine.asked[-40:]} == {"a0"}
     assert all(len(request["input_ids"]) == PROMPT for request in engine.asked)
+    assert not any({98, 99} & {*request["input_ids"]} for request in engine.asked), "no token marks an image"
     assert len({tuple(request["input_ids"]) for request in engine.asked}) == len(engine.asked), "distinct requests"
     engine.loop.close()
 
