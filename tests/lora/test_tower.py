@@ -27,7 +27,8 @@ from tests.support.towers import ADAPTERS, over_all_frames
 from vlora_sgl import _sgl
 from vlora_sgl.errors import AdapterError, UnknownAdapterError
 from vlora_sgl.lora.adapter import engine_layout
-from vlora_sgl.lora.checkpoint import read_adapter
+from vlora_sgl.lora.bulk import joined
+from vlora_sgl.lora.checkpoint import module_digests, read_adapter
 from vlora_sgl.lora.layout import BaseLayout, is_tower
 from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.lora.stacking import stack
@@ -135,7 +136,7 @@ class World:
     def weights(self, name: str) -> TowerWeights | None:
         modules = read_tower(self.paths[name], self.trained)
         stacked = stack(modules, self.layout, self.model.visual.dtype)
-        return TowerWeights.of(stacked, self.layout) if modules else None
+        return TowerWeights.of(stacked, self.layout, joined(module_digests(modules))) if modules else None
 
     def tower(self, slots: int = 7, copy: str | None = "device") -> tuple[Tower, Rows]:
         rows = Rows(self.adapters, slots)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from vlora_sgl._sgl_types import LoRAAdapter
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.heads.store import AdapterDescription
 from vlora_sgl.lora.bulk import digests, joined
-from vlora_sgl.lora.checkpoint import LoraPair, module_digests, read_adapter
+from vlora_sgl.lora.checkpoint import AdapterWeights, module_digests, read_adapter
 from vlora_sgl.lora.eight_bits import in_eight_bits
 from vlora_sgl.lora.layout import BaseLayout, is_tower, layer_of
 from vlora_sgl.lora.merge_bound import update_sizes
@@ -83,7 +82,7 @@ class AdapterBuilder:
         adapter.update_sizes = update_sizes(stacked, layout)
         adapter.output_vectors, adapter.form = stacked.vectors, weights.form
         adapter.vectors, adapter.unmergeable, adapter.weights_loss = None, None, lost
-        adapter.tower = self._tower({name: p for name, p in weights.modules.items() if is_tower(name)}, layout)
+        adapter.tower = self._tower(weights, layout)
         for name, tensor in stacked.tensors.items():
             if is_embedding(name):
                 adapter.embedding_layers[name] = tensor
@@ -93,14 +92,16 @@ class AdapterBuilder:
                 adapter.layers[layer].weights[name] = tensor
         return adapter
 
-    def _tower(self, modules: Mapping[str, LoraPair], layout: BaseLayout) -> TowerWeights | None:
+    def _tower(self, weights: AdapterWeights, layout: BaseLayout) -> TowerWeights | None:
+        modules = {name: pair for name, pair in weights.modules.items() if is_tower(name)}
         if not modules:
             return None
         if self.no_tower is not None:
             raise AdapterError(
                 f"{len(modules)} modules lie in the vision tower, for example {min(modules)}, and {self.no_tower}"
             )
-        return TowerWeights.of(stack(modules, layout, self.dtype), layout)
+        content = joined({name: weights.digests[name] for name in modules})
+        return TowerWeights.of(stack(modules, layout, self.dtype), layout, content)
 
 
 def engine_layout(model: nn.Module) -> BaseLayout:

@@ -460,8 +460,8 @@ class VLoraManager(_sgl.LoRAManager):
         """Switch weights as planned, and tell the backend which rows apply which slots.
 
         A batch whose rows all run on the weights as they are (all of the merged adapter, or all base on base weights)
-        leaves the backend without metadata: then no LoRA kernel runs. One decode step after the other is the same to
-        the backend until a row comes or goes: its tables stay as they are.
+        leaves the backend without metadata: then no LoRA kernel runs. A decode step right behind another of the same
+        rows is the same to the backend: its tables stay as they are.
 
         Raises:
             UnknownAdapterError: a row's adapter holds no slot.
@@ -487,8 +487,7 @@ class VLoraManager(_sgl.LoRAManager):
             self.lora_backend.batch_info.head_runs = self._head_runs(forward_batch, merged)
         if self.token_routing is not None:
             self.token_routing.prepare(forward_batch, self._rows.pairs_of(None, merged))
-        if step is not None:  # a prefill has tables of its own
-            self._prepared = step, self.lora_backend.batch_info
+        self._prepared = step, self.lora_backend.batch_info
 
     def _step_of(self, batch: ForwardBatch, merged: AdapterId) -> object:
         """What decides the tables of a decode step; ``None`` of a batch that has to be prepared whatever came before.

@@ -71,7 +71,6 @@ def update_sizes(adapter: StackedAdapter, layout: BaseLayout) -> dict[str, tuple
         adapter: whole, not a rank's shard.
         layout: of the engine that it was stacked for.
     """
-
     places = [key.rsplit(".", 2)[:2] for key in adapter.tensors if not is_embedding(key)]
     names = [name for name, side in places if side == "lora_A"]
     if not names:

@@ -23,7 +23,6 @@ from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.kernels.atmm import on_kernels
 from vlora_sgl.kernels.merge import MergeTable
-from vlora_sgl.lora.bulk import digests, joined
 from vlora_sgl.lora.layers import layer_class, pair_activations
 from vlora_sgl.lora.layout import BaseLayout, is_tower, kind_of
 from vlora_sgl.lora.merge_bound import BaseSize, UpdateSize, base_sizes, merge_refusal, update_sizes
@@ -99,12 +98,9 @@ class TowerWeights:
     packed: Packed | None = None
 
     @classmethod
-    def of(cls, stacked: StackedAdapter, layout: BaseLayout) -> TowerWeights:
-        """Those of an adapter that was stacked, for an engine with this layout."""
-        content = joined(
-            {"scale": repr(stacked.scale), **digests({name: {"": t} for name, t in stacked.tensors.items()})}
-        )
-        return cls(stacked.rank, stacked.scale, stacked.tensors, content, update_sizes(stacked, layout))
+    def of(cls, stacked: StackedAdapter, layout: BaseLayout, digest: str) -> TowerWeights:
+        """Those of an adapter that was stacked, for an engine with this layout; ``digest`` of what it was read to."""
+        return cls(stacked.rank, stacked.scale, stacked.tensors, digest, update_sizes(stacked, layout))
 
     @property
     def modules(self) -> set[str]:

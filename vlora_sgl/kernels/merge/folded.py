@@ -78,7 +78,7 @@ class FoldTarget:
 
     def fold(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> Scaled:
         """W0 with an adapter of ``a`` [r, K] and ``b`` [N, r] folded in, with torch."""
-        base = Scaled(self.base.weight.to(a.device), self.base.scale.to(a.device), self.base.block)
+        base = self.base._replace(scale=self.base.scale.to(a.device))
         return refit(self.updated(a, b, scaling), base.scale, base.block, reach(base, a.float(), b.float(), scaling))
 
     def updated(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
