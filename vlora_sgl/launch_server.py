@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ from vlora_sgl.errors import ConfigError, VLoraError
 from vlora_sgl.platforms.cpu import has_accelerator
 from vlora_sgl.server_args import VLoraArgs, fields_in, refuse_on_a_cpu, split_argv
 from vlora_sgl.startup import imports, measured, processes
+
+KEEP_ALIVE = "SGLANG_TIMEOUT_KEEP_ALIVE", "75"
+"""Seconds that an idle connection stays open: longer than clients and proxies keep theirs (aiohttp 15, nginx 60), so
+that none sends a request into a connection that is being closed. SGLang's own are five."""
 
 
 def prepare(argv: Sequence[str]) -> ServerArgs:
@@ -35,6 +40,7 @@ def prepare(argv: Sequence[str]) -> ServerArgs:
     if not has_accelerator():
         refuse_on_a_cpu(fields_in(rest))
     ours.to_environment()
+    os.environ.setdefault(*KEEP_ALIVE)
     imports.disable_other_models(imports.model_path_of(rest))
     if not has_accelerator():
         processes.fork_from_here()

@@ -82,7 +82,8 @@ async def replay(url: str, requests: Sequence[tuple[float, dict[str, Any]]], api
     Args:
         api: how the server is asked; bodies are ``/generate``'s all the same.
     """
-    connector = aiohttp.TCPConnector(limit=0)
+    # Servers close idle connections after 5 s, by default; a request that meets that is none of theirs to lose.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     # A chunk repeats the whole text so far; the default line limit is too short for long answers.
     session = aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), read_bufsize=2**20

@@ -176,8 +176,9 @@ def make_model(directory: Path, tiny: bool, shape: str = "7b") -> Path:
     (path / "model.safetensors").unlink()
     config = json.loads((path / "config.json").read_text())
     text = config.get("text_config", config)
+    for derived in ("head_dim", "layer_types"):  # of the tiny model
+        text.pop(derived, None)
     text.update(sizes.text)
-    text.pop("layer_types", None)
     config["tie_word_embeddings"] = text.get("tie_word_embeddings", False)
     config["dtype"] = config["torch_dtype"] = "bfloat16"
     if "mm_vision_tower" in config:

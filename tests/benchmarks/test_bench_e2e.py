@@ -212,6 +212,7 @@ def test_models_have_the_sizes_of_their_shape(shape: str, tmp_path: Path) -> Non
         assert {name: text[name] for name in sizes.text} == sizes.text
         heads, small, hidden = text["num_attention_heads"], text["num_key_value_heads"], text["hidden_size"]
         assert MODELS[sizes.tiles] == projections(hidden, text["intermediate_size"], heads, small)
+        assert text.get("head_dim", hidden // heads) * heads == hidden
         assert not list(path.rglob("*.safetensors")), "weights are random: there are no files of them"
     config = json.loads((whole / "config.json").read_text())
     tower = config.get("vision_config") or json.loads(Path(config["mm_vision_tower"], "config.json").read_text())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import io
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,6 +258,21 @@ def test_the_server_says_of_every_replacement_where_it_is_or_why_not(server: Ser
 
 
 @pytest.mark.skipif(not is_plain_cpu(), reason="on a GPU SGLang's capture and kernels speak for themselves")
+def test_an_idle_connection_outlives_those_of_usual_clients(server: Server) -> None:
+    """uvicorn's five seconds are shorter than aiohttp's fifteen: such a client lost a request now and then."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+    try:
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        opened = connection.sock
+        time.sleep(6)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        assert opened is not None and connection.sock is opened
+    finally:
+        connection.close()
+
+
 def test_a_start_prints_what_a_user_needs(server: Server) -> None:
     text = server.log.read_text()
     assert f"vlora_sgl: serving {server.model.path} on {server.url} (adapters: A, B)" in text

@@ -16,7 +16,7 @@ from vlora_sgl.cluster.replica import Replica
 
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 2.0
-"""Less than the replicas' own (uvicorn's 5 s), so that a request never meets a connection that is being closed."""
+"""Less than any replica has (5 s of uvicorn), so that a request never meets a connection that is being closed."""
 HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "expect"}
