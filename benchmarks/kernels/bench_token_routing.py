@@ -96,8 +96,14 @@ class Timer:
         self.device, self.repeats = device, repeats
         self.flusher = torch.empty(64 << 20 if device.type == "cuda" else 1, dtype=torch.int32, device=device)
 
-    def times(self, work: Callable[[], object], graph: bool) -> list[float]:
-        """Milliseconds of every repeat."""
+    def times(
+        self, work: Callable[[], object], graph: bool, before: Callable[[], object] | None = None
+    ) -> list[float]:
+        """Milliseconds of every repeat.
+
+        Args:
+            before: what is launched ahead of a graph, and timed with it.
+        """
         if self.device.type != "cuda":
             work()
             return [1.0, 1.0]
@@ -106,7 +112,7 @@ class Timer:
         run: Callable[[], object] = work
         torch.cuda.synchronize()
         began = time.perf_counter()
-        work()
+        (before or work)()
         cycles = int(1.5e9 * 2 * (time.perf_counter() - began))  # twice that time, at an H100's base clock
         torch.cuda.synchronize()
         if graph:
@@ -122,9 +128,11 @@ class Timer:
         for _ in range(self.repeats):
             self.flusher.zero_()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if not graph:
+            if before is not None or not graph:
                 torch.cuda._sleep(cycles)
             start.record()
+            if before is not None:
+                before()
             run()
             end.record()
             end.synchronize()
@@ -195,6 +203,14 @@ class Case:
     def one_pass(self) -> None:
         """The router, then every token through its own adapter."""
         self.lora(self.route())
+
+    def routed(self, timer: Timer, layers: Callable[[Routing], object], graph: bool = True) -> list[float]:
+        """Milliseconds of the router and the layers behind it, as they are served: in a graph, or in that of a prefill
+        the layers alone."""
+        if not graph or self.gates is not None:
+            return timer.times(lambda: layers(self.route()), graph)
+        routing = self.route()
+        return timer.times(lambda: layers(routing), True, self.route)
 
     def k_passes(self) -> None:
         """Every token through every adapter, one after the other."""
@@ -301,29 +317,29 @@ MOST_SEGMENTS = 64
 """Of rows split at every change of adapter: one pass each takes milliseconds of launches alone."""
 
 
-def measured(case: Case, timer: Timer, graph: bool) -> dict[str, float]:
-    """Milliseconds of every way to run a case, and ratios of what is compared."""
-    time = lambda work, graph=graph: statistics.median(timer.times(work, graph))  # noqa: E731
-    one, many = time(case.one_pass), time(case.k_passes)
-    whole = time(lambda: case.whole(case.route()))
+def measured(case: Case, timer: Timer) -> tuple[dict[str, float], list[float]]:
+    """Milliseconds of every way to run a case, and ratios of what is compared; and of each routed pass."""
+    time = lambda work, graph=True: statistics.median(timer.times(work, graph))  # noqa: E731
+    passes = case.routed(timer, case.lora)
+    one, many = statistics.median(passes), time(case.k_passes)
+    whole = statistics.median(case.routed(timer, case.whole))
     row = {
         "one_pass_ms": one, "k_passes_ms": many, "speedup": many / one,
         "over_single": whole / time(lambda: case.whole(case.single)), "whole_ms": whole,
+        "eager_ms": time(case.one_pass, False), "route_ms": time(case.route, False),
     }  # fmt: skip
     if case.members == 4:
         row["whole_speedup"] = time(case.whole_k_passes) / whole
-    if graph:
-        row["eager_ms"] = time(case.one_pass, False)
-    if case.members == 4 and not graph:
-        direct, segments = time(case.direct()), 1 + int((np.diff(case.want) != 0).sum())
+    if case.members == 4 and case.gates is None:
+        direct, segments = time(case.direct(), False), 1 + int((np.diff(case.want) != 0).sum())
         row |= {
-            "split_speedup": time(case.split(False)) / direct,
-            "indirect_over_direct": time(case.indirect()) / direct,
+            "split_speedup": time(case.split(False), False) / direct,
+            "indirect_over_direct": time(case.indirect(), False) / direct,
         }
-        row["paged_speedup"] = time(case.paged()) / one
+        row["paged_speedup"] = time(case.paged(), False) / row["eager_ms"]
         if segments <= MOST_SEGMENTS:
-            row["boundaries_speedup"] = time(case.split(True)) / direct
-    return row
+            row["boundaries_speedup"] = time(case.split(True), False) / direct
+    return row, passes
 
 
 def main() -> None:
@@ -346,16 +362,15 @@ def main() -> None:
     timer = Timer(device, 2 if args.dry_run else args.repeats)
     results: list[dict[str, Any]] = []
     for rows in (64, 80) if args.dry_run else (64, 256, 1024, TABLE_ROWS):
-        # Where a graph can hold it: decode. A prefill with routed adapters is eager in serving.
-        graph = rows <= DENSE_MAX_ROWS
         pooled: list[float] = []
         for members in (2,) if args.dry_run else (2, 4):
             for pattern in PATTERNS[:1] if args.dry_run or members == 2 else PATTERNS:
                 case = Case(layer, rows, members, pattern, device, seed=rows + members)
                 case.check()
-                row: dict[str, Any] = {"rows": rows, "members": members, "pattern": pattern, "graph": graph}
-                row |= measured(case, timer, graph)
-                pooled += timer.times(case.one_pass, graph) if members == 4 else []
+                row: dict[str, Any] = {"rows": rows, "members": members, "pattern": pattern}
+                found, passes = measured(case, timer)
+                row |= found
+                pooled += passes if members == 4 else []
                 said = (f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
                 results.append(row)
                 print(" ".join(said), flush=True)
@@ -363,7 +378,7 @@ def main() -> None:
             case = Case(layer, rows, 4, "uniform", device, seed=rows + 4, top_k=top_k)
             case.check()
             row = {"rows": rows, "top_k": top_k}
-            row["whole_ms"] = statistics.median(timer.times(lambda c=case: c.whole(c.route()), graph))  # type: ignore[misc]
+            row["whole_ms"] = statistics.median(case.routed(timer, case.whole))
             results.append(row)
             print(row, flush=True)
         if not args.dry_run:
