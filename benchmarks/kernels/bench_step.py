@@ -103,6 +103,10 @@ FIGURES = {
 # Of adapters in eight bits.
 EIGHT_BITS_FIGURES = {"decode8": ("e4m3", "eight", "step"), "prefill8": ("e4m3", "eight", "prefill")}
 # Figure over vLLM's engine -> (case of ours and of its, what is timed).
+ABSOLUTE = {"decode8_tokens_per_second": ("tokens/s", True), "prefill8_ms": ("ms", False)}
+"""Figures that are no ratios: their units, and whether higher is better."""
+PEERS = {"ours": "vlora", "stock": "sglang", "vllm": "vllm"}
+"""Engines whose times stand in figures of their own: eight adapters of rank 64, SGLang's default attention."""
 VLLM_FIGURES = {"decode8_vs_vllm": ("eight", "step"), "prefill_base_vs_vllm": ("base", "prefill")}
 # Figure -> (engine, case) of a step over that of another.
 FORM_FIGURES = {
@@ -424,6 +428,16 @@ def plain_changes(rows: list[dict[str, Any]], what: str) -> dict[tuple[str, str]
     }
 
 
+def absolute(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What each of ``PEERS`` does with eight adapters: tokens a second, and milliseconds of a whole prefill."""
+    found = {}
+    for row in (row for row in rows if row["case"] == "eight" and row["engine"] in PEERS):
+        peer = PEERS[row["engine"]]
+        found[f"decode8_tokens_per_second.{peer}"] = 1e3 * row["rows"] / row["step_ms"]
+        found[f"prefill8_ms.{peer}"] = row["prefill_ms"]
+    return found
+
+
 def over_bytes(rows: list[dict[str, Any]], shape: str, rate: float) -> dict[str, float]:
     """What an adapter of its own adds to every row of a step, over the time that its bytes take.
 
@@ -474,7 +488,7 @@ def main() -> None:
         return
     if args.recorded:
         about = json.loads(args.recorded.read_text())
-        write_figures(all_ratios(about["rows"]), args, about["card"])
+        write_figures(all_ratios(about["rows"]) | absolute(about["rows"]), args, about["card"])
         return
     wanted = {"vllm": args.vllm_python, "apart": args.apart, "merged": args.quantization}
     wanted |= dict.fromkeys(NOW, args.before)
@@ -520,6 +534,10 @@ def write_figures(figures: dict[str, float], args: argparse.Namespace, card: str
         if (over := figures.get(f"e4m3_{name}_over_off")) is not None:
             full = f"fp8.adapters.{SHAPES[args.shape].figure}{name}_over_off{on}{suffix}"
             record(full, over, "ratio", False, card=card, summary=args.summary)
+    if (prefix, args.shape, suffix) == ("default", "7b", ""):
+        for name in sorted(name for name in figures if name.partition(".")[0] in ABSOLUTE):
+            unit, higher = ABSOLUTE[name.partition(".")[0]]
+            record(f"default.{name}", figures[name], unit, higher, card=card, summary=args.summary)
     for name in sorted(figures.keys() & known):
         full = f"{prefix}.{SHAPES[args.shape].figure}{name}{suffix}"
         record(full, figures[name], "ratio", False, card=card, summary=args.summary)
@@ -573,7 +591,7 @@ def run_phases(args: argparse.Namespace, deadline: float) -> tuple[list[dict[str
                         workers.pop(name).stop()
                 print(f"phase {phase}: {', '.join(workers)} ready", flush=True)
                 rows += [{**row, "phase": phase} for row in measure(workers, args, deadline)]
-            figures = form_figures(rows) if args.forms else all_ratios(rows)
+            figures = form_figures(rows) if args.forms else all_ratios(rows) | absolute(rows)
         finally:
             for worker in workers.values():
                 worker.stop()

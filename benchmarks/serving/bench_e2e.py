@@ -317,9 +317,14 @@ def ranks_of(row: dict[str, Any]) -> list[int]:
 
 Figure = tuple[str, float, bool]
 
+TIMES = {"ttft_ms": "ttft_p50", "ttft_p99_ms": "ttft_p99", "tpot_ms": "tpot"}
+"""Figures in milliseconds, of each of ``NAMES``, and their keys in rows: a median, a percentile, a mean."""
+NAMES = {"cost": "vlora", "csgmv": "sglang", "vllm": "vllm"}
+
 
 def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
-    """What the rows say under the names of the project's figures: name, ratio, whether higher is better."""
+    """What the rows say under the names of the project's figures: name, ratio or milliseconds, whether higher is
+    better."""
     found: list[Figure] = []
     shape = rows[0].get("shape", "7b") if rows else "7b"
     shape = TINY.get(shape, shape)
@@ -353,6 +358,9 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
         add(f"video_heads{skew60}_vs_sglang", worst("csgmv", video))
     if heads and by_default:
         add("video_p99_vs_sglang", worst("csgmv", video, "p99_latency"))
+    for cell in [cell for key, cell in groups.items() if by_default and retrieval(key) and key[2] == 8.0]:
+        for (system, peer), (time_of, key) in itertools.product(NAMES.items(), TIMES.items()):
+            add(f"retrieval_{time_of}.{peer}", 1e3 * cell[system][key] if system in cell else None)
     add("worst_vs_sglang", worst("csgmv"))
     add("vs_dlora_policy", worst("dlora", lambda key: key[1] == 0.6))
     for name in ("punica", "slora"):  # one policy: they differ in their operators, which ours takes the place of
@@ -434,7 +442,8 @@ def publish(rows: Sequence[dict[str, Any]], card: str, args: argparse.Namespace)
             plot(replayed, results(args, name, "png"))
     for name, value, higher in (plan_figures if args.plan else figures)(rows) if rows else ():
         note(f"{name}: {value:.4f}")
-        record(name, value, "ratio", higher, card=card, summary=args.summary)
+        unit = "ms" if name.rpartition(".")[0].endswith("_ms") else "ratio"
+        record(name, value, unit, higher, card=card, summary=args.summary)
 
 
 def publish_recorded(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from benchmarks.kernels.bench_step import (
     NOW,
     PHASES,
     Worker,
+    absolute,
     adapters_of,
     all_ratios,
     form_figures,
@@ -229,6 +231,21 @@ def vllm_python(tmp_path: Path) -> Path:
     python.write_text(f'#!/bin/sh\nexport PYTHONPATH={tmp_path / "site"}\ncd /\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return python
+
+
+def test_engines_side_by_side_have_times_of_their_own(tmp_path: Path) -> None:
+    made = rows(ours__eight=6.0, stock__eight=16.0, vllm__eight=12.0, ours__base=5.0)
+    found = absolute(made)
+    tokens = {"vlora": 1e3 * 32 / 6.0, "sglang": 2e3, "vllm": 1e3 * 32 / 12.0}
+    assert {name: found[f"decode8_tokens_per_second.{name}"] for name in tokens} == pytest.approx(tokens)
+    assert {name for name in found if name.startswith("prefill8_ms")} == {f"prefill8_ms.{name}" for name in tokens}
+    summary = tmp_path / "summary.json"
+    write_figures(found, bench_step.parse(["--summary", str(summary)]), "a card")
+    recorded = {one["name"]: one["unit"] for one in json.loads(summary.read_text())}
+    assert recorded["default.prefill8_ms.vllm"] == "ms"
+    assert recorded["default.decode8_tokens_per_second.vlora"] == "tokens/s"
+    write_figures(found, bench_step.parse(["--attention", "triton", "--summary", str(summary)]), "a card")
+    assert len(json.loads(summary.read_text())) == 6, "Triton's have none"
 
 
 def test_vllms_engine_is_asked_as_the_others_are(vllm_python: Path, tmp_path: Path) -> None:
