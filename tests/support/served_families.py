@@ -372,7 +372,9 @@ class Reference:
         self.name, self.directory, self.family = name, directory, FAMILIES[name]
         sees = bool(self.family.shown)
         has_processor = sees and self.family.inputs is not _tiled
-        self.processor: Any = (t.AutoProcessor if has_processor else t.AutoTokenizer).from_pretrained(directory)
+        # AutoTokenizer splits a Qwen2's text by rules of its own, not by those of the file.
+        kind: Any = t.AutoProcessor if has_processor else t.PreTrainedTokenizerFast
+        self.processor: Any = kind.from_pretrained(directory)
         if has_processor:  # torchvision resizes a little differently
             images = t.AutoImageProcessor.from_pretrained(directory, backend=self.family.backend)
             self.processor.image_processor = images
