@@ -11,6 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.kernels.test_activation import silu_and_mul
+from tests.kernels.test_activation import tiles as activation_tiles
 from tests.kernels.test_atmm import check, tiles
 from tests.support.interpreter import CUDA, DEVICE, INTERPRETED, kernels, passed_interpreted, starter
 from vlora_sgl.kernels.atmm import (
@@ -18,6 +20,7 @@ from vlora_sgl.kernels.atmm import (
     Pairs,
     atmm,
     atmm_reference,
+    atmm_silu_and_mul,
     atmm_torch,
     expert_tiles,
     make_routing,
@@ -131,6 +134,37 @@ def choices_by_words(groups: list[Group], ids: torch.Tensor, base: bool) -> dict
     return wanted
 
 
+ACTIVATED = [
+    (batch, CHOICES[i % 4], [torch.float32, torch.float16][i % 2], 1 + i % 2) for i, batch in enumerate(BATCHES)
+]
+
+
+@kernels
+@pytest.mark.parametrize("batch, choices, dtype, split", ACTIVATED)
+def test_kernel_activates_experts(batch: str, choices: str, dtype: torch.dtype, split: int) -> None:
+    """Every choice's row, where it applies nothing too, and no more of the output than those."""
+    offsets, a, b, groups, ids, weights = make_case("gate-up", batch, choices)
+    a, b, rows, inner = a.to(dtype), b.to(dtype), ids.numel(), offsets[1]
+    routing = make_routing(groups, len(ids), RANKS, SCALINGS, DEVICE, tuples=True)
+    routed, _ = device_experts(routing, ids.to(DEVICE), weights.to(DEVICE), EXPERTS, block=16, base=True)
+    x, y = torch.randn(len(ids), K).to(dtype), (2 * torch.randn(rows, offsets[-1])).to(dtype)
+    added = exact_of(y, x.repeat_interleave(ids.shape[1], 0), a, b, groups, ids, offsets, torch.ones(rows))
+    changed = (added - y.double()).abs().amax(1) > 1e-3
+    assert bool(changed.any()) == (batch != "base-only" and bool((ids >= 0).any()))
+    exact, plain = silu_and_mul(added), silu_and_mul(y.to(DEVICE))
+    around = torch.full((rows + 2, inner + 3), torch.nan, dtype=dtype, device=DEVICE)
+    out, before = around[1:-1, :inner], y.to(DEVICE)
+    flat = a.flatten(0, 1).to(DEVICE), b.flatten(0, 1).to(DEVICE)
+    given = atmm_silu_and_mul(before, x.to(DEVICE), *flat, routed, offsets, activation_tiles(split), out=out)
+    assert given.data_ptr() == out.data_ptr() and torch.equal(before.cpu(), y)
+    check(out, exact.to(DEVICE), silu_and_mul(added.to(dtype)).to(DEVICE))
+    torch.testing.assert_close(out[~changed.to(DEVICE)], plain[~changed.to(DEVICE)])
+    out.fill_(torch.nan)
+    assert around.isnan().all()
+    fresh = atmm_silu_and_mul(before, x.to(DEVICE), *flat, routed, offsets, activation_tiles(split))
+    check(fresh, exact.to(DEVICE), silu_and_mul(added.to(dtype)).to(DEVICE))
+
+
 GATHERED = [
     (batch, block, choices, launches, base)
     for i, batch in enumerate(BATCHES)
@@ -202,7 +236,7 @@ def test_kernel_gathers_the_same_in_long_and_in_short_chunks(monkeypatch: pytest
 
 @starter
 def test_experts_under_the_interpreter() -> None:
-    assert passed_interpreted(__file__) == len(CASES) + len(GATHERED) + 1
+    assert passed_interpreted(__file__) == len(CASES) + len(ACTIVATED) + len(GATHERED) + 1
 
 
 @pytest.mark.parametrize("choices", CHOICES)

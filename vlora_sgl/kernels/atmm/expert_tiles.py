@@ -33,6 +33,11 @@ AHEAD = 4
 """Of the buffer of counts, words before them, as they begin at 16 bytes: the first is how many tiles there are."""
 
 
+def are_many(ids: torch.Tensor) -> bool:
+    """Whether choices [M, TOPK] take more than one launch, and so do better in fewer passes over what they put out."""
+    return ids.numel() > ONE_LAUNCH
+
+
 class ExpertTiles(NamedTuple):
     """Row tiles of choices, as the grouped kernels read them (``row_routing.Routing``).
 
@@ -71,7 +76,7 @@ def gather(
     slots = ids.new_empty((count, width), dtype=torch.int32)
     gates_in, gates_out = weights.new_empty((2, count, width, block), dtype=torch.float32)
     up_to = triton.next_power_of_2(max(known, 2))
-    if n <= ONE_LAUNCH and not base:
+    if not are_many(ids) and not base:
         used = ids.new_zeros(1, dtype=torch.int32)
         expert_tiles_kernel[(experts,)](
             rows, slots, gates_in, gates_out, used, ids, weights, *tuples, n,
