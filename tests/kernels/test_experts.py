@@ -25,8 +25,11 @@ from vlora_sgl.kernels.atmm import (
     expert_tiles,
     make_routing,
 )
+from vlora_sgl.kernels.atmm.expert_tiles import are_many
 from vlora_sgl.kernels.atmm.experts import device_experts, host_experts
 from vlora_sgl.kernels.devices import HOPPER_SHARED
+from vlora_sgl.lora.backend import AtmmBackend
+from vlora_sgl.lora.expert_layers import ExpertLinear
 
 EXPERTS, R, K = 5, 16, 48
 RANKS, SCALINGS = [16, 0, 5, 8], [0.5, 0.0, 2.0, 1.0]
@@ -165,6 +168,32 @@ def test_kernel_activates_experts(batch: str, choices: str, dtype: torch.dtype, 
     check(fresh, exact.to(DEVICE), silu_and_mul(added.to(dtype)).to(DEVICE))
 
 
+@kernels
+def test_kernel_of_the_backend_activates_and_adds() -> None:
+    """What a layer's hooks ask of the backend, in a batch with base rows and in one of few choices."""
+    offsets, a, b, groups, ids, weights = make_case("gate-up", "base-rows-between", "some-of-none")
+    backend, runs = AtmmBackend(len(RANKS), torch.device(DEVICE)), runs_of(groups, len(ids))
+    backend.is_moe_lora = True
+    backend.route(runs, RANKS, SCALINGS)
+    assert not are_many(ids)
+    linear = ExpertLinear(torch.empty(EXPERTS, offsets[-1], K), 2, 0, 1, a.to(DEVICE), b.to(DEVICE))
+    x, y = torch.randn(len(ids), K), torch.randn(ids.numel(), offsets[-1])
+    added = exact_of(y, x.repeat_interleave(ids.shape[1], 0), a, b, groups, ids, offsets, torch.ones(ids.numel()))
+    for base in (False, True):
+        routed, _ = backend.experts(ids.to(DEVICE), weights.to(DEVICE), EXPERTS, base=base)
+        found = backend.add_experts(y.to(DEVICE, copy=True), x.to(DEVICE), linear, routed)
+        check(found, added.to(DEVICE), added.float().to(DEVICE))
+    out = torch.full((len(y), offsets[1]), torch.nan, device=DEVICE)
+    backend.silu_experts(y.to(DEVICE), out, x.to(DEVICE), linear, routed)
+    check(out, silu_and_mul(added).to(DEVICE), silu_and_mul(added.float()).to(DEVICE))
+
+
+def runs_of(groups: list[Group], tokens: int) -> list[Any]:
+    """A run for each token."""
+    pairs = {t: own for rows, own in groups for t in rows.tolist()}
+    return [(pairs[t], 1) for t in range(tokens)]
+
+
 GATHERED = [
     (batch, block, choices, launches, base)
     for i, batch in enumerate(BATCHES)
@@ -236,7 +265,7 @@ def test_kernel_gathers_the_same_in_long_and_in_short_chunks(monkeypatch: pytest
 
 @starter
 def test_experts_under_the_interpreter() -> None:
-    assert passed_interpreted(__file__) == len(CASES) + len(ACTIVATED) + len(GATHERED) + 1
+    assert passed_interpreted(__file__) == len(CASES) + len(ACTIVATED) + len(GATHERED) + 2
 
 
 @pytest.mark.parametrize("choices", CHOICES)
