@@ -29,6 +29,8 @@ FEW_KEYS = 4096
 other, so it is short; it has a count of every key, so it is longer where those would outgrow the choices."""
 COMPARED = 32
 """Choices that those of a chunk are compared with at a time."""
+MANY_TUPLES = 16
+"""Tuples that experts look at together, at least: one kernel for all batches of so few."""
 AHEAD = 4
 """Of the buffer of counts, words before them, as they begin at 16 bytes: the first is how many tiles there are."""
 
@@ -75,12 +77,12 @@ def gather(
     rows = ids.new_empty((count, block), dtype=torch.int32)
     slots = ids.new_empty((count, width), dtype=torch.int32)
     gates_in, gates_out = weights.new_empty((2, count, width, block), dtype=torch.float32)
-    up_to = triton.next_power_of_2(max(known, 2))
     if not are_many(ids) and not base:
         used = ids.new_zeros(1, dtype=torch.int32)
         expert_tiles_kernel[(experts,)](
             rows, slots, gates_in, gates_out, used, ids, weights, *tuples, n,
-            EXPERTS=experts, TOP_K=top_k, PAIRS=width, TUPLES=up_to, BLOCK=block, CHUNK=CHUNK, num_warps=8,
+            EXPERTS=experts, TOP_K=top_k, PAIRS=width, TUPLES=triton.next_power_of_2(known), BLOCK=block, CHUNK=CHUNK,
+            num_warps=8,
         )  # fmt: skip
         return ExpertTiles(rows, slots, gates_in, gates_out, used)
     chunk = CHUNKS[known * experts > FEW_KEYS]
@@ -91,7 +93,8 @@ def gather(
     count_keys_kernel[(chunks,)](
         counts, ids, tuples.rows, n, known, EXPERTS=experts, TOP_K=top_k, BASE=base, CHUNK=chunk, num_warps=4
     )
-    step = max(16, min(256, 4096 // up_to))
+    up_to = max(MANY_TUPLES, triton.next_power_of_2(known))
+    step = max(16, 16 * 256 // up_to)
     place_keys_kernel[(experts,)](
         rows, slots, begins, used, counts, tuples.words, chunks, known,
         EXPERTS=experts, PAIRS=width, TUPLES=up_to, BLOCK=block, STEP=step, BASE=base, num_warps=8,
