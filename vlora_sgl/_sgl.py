@@ -169,6 +169,7 @@ NAMES: dict[str, str] = {
     "LoRAConfig": "sglang.srt.lora.lora_config:LoRAConfig",
     "LoRAAdapter": "sglang.srt.lora.lora:LoRAAdapter",
     "RMSNorm": "sglang.srt.layers.layernorm:RMSNorm",
+    "fused_moe": "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe",
     "FusedMoE": "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE",
     "UnquantizedFusedMoEMethod": "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod",
     "LinearBase": "sglang.srt.layers.linear:LinearBase",

@@ -1,6 +1,7 @@
 """ATMM against the float64 row loop, under Triton's interpreter (here) and on the GPU (marked)."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from vlora_sgl.kernels import tiling
 from vlora_sgl.kernels.atmm import atmm, atmm_linear, atmm_reference, launch, make_routing, tiles_of
 from vlora_sgl.kernels.atmm.dense import dense_linear_kernel
 from vlora_sgl.kernels.atmm.row_routing import dense_slots
-from vlora_sgl.kernels.tiling import OPS, Tile, TilingTable, default_tile, unpack
+from vlora_sgl.kernels.tiling import OPS, Tile, TilingTable, default_tile, pack, unpack
 
 # name: (K, offsets, R, ranks, scalings)
 SHAPES = {
@@ -346,6 +347,30 @@ def test_nearest_entry_stands_in_for_a_missing_one(tmp_path: Path) -> None:
     table = TilingTable.load(path)
     assert table.lookup(key(4)) == small and table.lookup(key(48, n=640)) == large
     assert table.lookup(key(4, op="expand")) == default_tile(unpack(key(4, op="expand")))
+
+
+def test_a_shrink_takes_the_tile_of_the_nearest_input() -> None:
+    """It does not see the output's columns, which weigh as much as all else where an expert's are few."""
+
+    def key(op: str, n: int, k: int, parts: int) -> int:
+        return pack(op, n, k, 16, 8192, 8, parts=parts, dtype=torch.bfloat16)
+
+    gate_up, qkv = Tile(64, 32, 128), Tile(64, 64, 128)
+    for op, expected in (("grouped_shrink", gate_up), ("shrink", gate_up), ("grouped_expand", qkv)):
+        table = TilingTable({key(op, 22016, 2048, 2): gate_up, key(op, 2560, 2048, 3): qkv})
+        assert table.lookup(key(op, 1536, 2048, 2)) == expected
+
+
+@pytest.mark.parametrize("rows, stages", [(8192, 5), (16384, 5), (32768, 3), (65536, 3)])
+@pytest.mark.parametrize("op", ["grouped_shrink", "grouped_expand"])
+def test_a_deep_pipeline_is_for_as_many_rows_as_it_was_searched_for(op: str, rows: int, stages: int) -> None:
+    def key(rows: int) -> int:
+        return pack(op, 2048, 768, 16, rows, 1024, dtype=torch.bfloat16)
+
+    deep = Tile(64, 32, 128, 1, 4, 5)
+    found = TilingTable({key(8192): deep}).lookup(key(rows))
+    assert found == replace(deep, stages=stages if op == "grouped_shrink" else 5)
+    assert TilingTable({key(8192): deep, key(rows): deep}).lookup(key(rows)) == deep, "what was searched is taken"
 
 
 def test_both_lookups_of_a_linear_cost_the_host_under_five_microseconds() -> None:

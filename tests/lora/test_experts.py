@@ -22,10 +22,19 @@ from tests.lora.test_activation import runtime as layers_runtime  # noqa: F401 -
 from tests.support.lora_adapters import EXPERTS, tiny_adapter, tiny_model
 from vlora_sgl import _sgl
 from vlora_sgl.errors import AdapterError, ConfigError
+from vlora_sgl.kernels.atmm import expert_tiles
+from vlora_sgl.lora import expert_layers
 from vlora_sgl.lora.adapter import AdapterBuilder, engine_layout
 from vlora_sgl.lora.backend import AtmmBackend
 from vlora_sgl.lora.checkpoint import read_adapter
-from vlora_sgl.lora.expert_layers import _by_expert, build_hooks, why_not_adapted
+from vlora_sgl.lora.expert_layers import (
+    ACTIVATION,
+    ExpertActivation,
+    _by_expert,
+    activations,
+    build_hooks,
+    why_not_adapted,
+)
 from vlora_sgl.lora.layers import wrap_layer
 from vlora_sgl.lora.layout import BaseLayout
 from vlora_sgl.lora.merger import Merger
@@ -243,6 +252,89 @@ def test_hooks_of_sglangs_runner_add_the_same(paths: tuple[str, dict[str, Path]]
     made.after_down(inner, y, weights, ids)
     torch.testing.assert_close(y.sum(1), experts._on_torch(x, weights, ids))
     assert build_hooks(lambda *given: given, x, "another's", ids) == (x, "another's", ids)
+
+
+class Activated:
+    """SGLang's runner with our activation in it, as a GPU has it."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world, self.plain, self.joint = world, 0, 0
+        monkeypatch.setattr(_sgl.fused_moe, ACTIVATION, self.original, raising=False)
+        monkeypatch.setattr(AtmmBackend, "silu_experts", self.silu_experts)
+        with monkeypatch.context() as on_a_gpu:
+            on_a_gpu.setattr(expert_layers, "on_kernels", lambda *_: True)
+            ((owner, key, self.activation),) = self.places(SimpleNamespace())
+        assert getattr(owner, key) == self.original and isinstance(self.activation, ExpertActivation)
+
+    def places(self, manager: Any) -> Any:
+        return activations(SimpleNamespace(lora_manager=manager, model=self.world.model, device="cpu"))
+
+    def original(self, y: torch.Tensor, out: torch.Tensor) -> None:
+        gate, up = y.chunk(2, -1)
+        out.copy_(torch.nn.functional.silu(gate) * up)
+        self.plain += 1
+
+    def silu_experts(self, y: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
+        self.original(self.world.backend.add_experts(y, *operands), out)
+        self.plain, self.joint = self.plain - 1, self.joint + 1
+
+    def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What SGLang's runner does, with hooks: its sum over the choices."""
+        experts = self.world.model.model.layers[layer].mlp.experts
+        (gate_up, down), top_k = experts.linears.values(), ids.shape[1]
+        made = build_hooks(lambda *_: pytest.fail("SGLang's own"), x, experts._get_lora_info(), ids)
+        y = _by_expert(x.repeat_interleave(top_k, 0), gate_up.weight, ids.reshape(-1))
+        made.after_gate_up(x, y.view(len(x), top_k, -1), weights, ids)
+        inner = torch.empty(len(y), y.shape[1] // 2)
+        self.activation(y, inner)
+        y = _by_expert(inner, down.weight, ids.reshape(-1)).view(len(x), top_k, -1)
+        made.after_down(inner, y, weights, ids)
+        return y.sum(1)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_the_activation_adds_what_many_rows_left(
+    paths: tuple[str, dict[str, Path]], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few rows it is SGLang's."""
+    monkeypatch.setattr(expert_tiles, "ONE_LAUNCH", most)
+    world, x = World(*paths), inputs(len(NAMES))
+    runner = Activated(world, monkeypatch)
+    world.run(0, x, NAMES)
+    experts = world.model.model.layers[0].mlp.experts
+    ids, weights = torch.rand(len(x), COUNT).argsort(1)[:, :2].int(), torch.ones(len(x), 2)
+    found = runner.run(0, x, ids, weights)
+    assert (runner.joint, runner.plain) == ((0, 1) if most else (1, 0))
+    torch.testing.assert_close(found, experts._on_torch(x, weights, ids))
+
+
+@on_a_cpu
+def test_adapters_that_no_activation_took_are_an_error(
+    paths: tuple[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_tiles, "ONE_LAUNCH", 0)
+    world, x = World(*paths), inputs(len(NAMES))
+    runner = Activated(world, monkeypatch)
+    world.run(0, x, NAMES)
+    ids, weights = torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1)
+    activation, runner.activation = runner.activation, lambda *_: None
+    runner.run(0, x, ids, weights)
+    with pytest.raises(RuntimeError, match="was never added"):
+        runner.run(1, x, ids, weights)
+    with pytest.raises(RuntimeError, match="given another tensor"):
+        activation(torch.zeros(3, 4), torch.zeros(3, 2))
+
+
+@on_a_cpu
+def test_where_the_activation_stays_sglangs(
+    paths: tuple[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Activated(World(*paths), monkeypatch)
+    assert runner.places(None) == "LoRA is off"
+    assert runner.places(SimpleNamespace()) == "it runs on a CPU"
+    runner.world.model = nn.Linear(1, 1)  # type: ignore[assignment]
+    assert "no experts" in runner.places(SimpleNamespace())
 
 
 @on_a_cpu

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from vlora_sgl.core import JsonDict
 
 logger = logging.getLogger(__name__)
 
+SHARED = 227 << 10  # bytes of shared memory of a multiprocessor, on a Hopper card
 TABLES = Path(__file__).parent / "tiling_tables"
 OPS = (
     *("linear", "linear_shrink", "expand", "grouped_shrink", "grouped_expand", "grouped_write", "shrink"),
@@ -29,6 +30,8 @@ OPS = (
 """A key holds the index: new ones go to the end. ``linear_shrink`` runs beside the base GEMM of ``linear`` and must
 leave it room; ``shrink`` runs alone, before ``expand``, where it must fill the chip. ``scaled`` is ``linear`` on a
 weight in e4m3, whose block_k counts numbers."""
+BLIND = ("grouped_shrink", "shrink")
+"""What does not see the output's columns: how many those are says nothing of its tile."""
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 # Field -> bits, most significant first: 128 in all.
 FIELDS = {"op": 8, "dtype": 8, "pairs": 8, "rank": 16, "rows": 8, "slots": 8, "parts": 8, "n": 32, "k": 32}
@@ -83,14 +86,15 @@ def unpack(key: int) -> dict[str, int]:
 
 
 def _distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
-    """Sum of log2 ratios; rows weigh most, for they decide the shape of the work."""
+    """Of two keys of one operation: sum of log2 ratios; rows weigh most, for they decide the shape of the work."""
     far = (
         2.0 * abs(one["rows"] - other["rows"])
         + abs(one["slots"] - other["slots"])
         + abs(one["pairs"] - other["pairs"])
     )
     far += 8.0 * (one["dtype"] != other["dtype"])
-    return far + sum(abs(math.log2((one[f] or 1) / (other[f] or 1))) for f in ("n", "k", "rank", "parts"))
+    shape = ("k", "rank", "parts") if OPS[one["op"]] in BLIND else ("n", "k", "rank", "parts")
+    return far + sum(abs(math.log2((one[f] or 1) / (other[f] or 1))) for f in shape)
 
 
 class TilingTable:
@@ -119,6 +123,8 @@ class TilingTable:
             if near:
                 best, tile = min(near, key=lambda item: _distance(fields, item[0]))
                 logger.info("%s has no tile for %s; using that of %s", self.name, fields, best)
+                if OPS[fields["op"]] == "grouped_shrink" and fields["rows"] >= best["rows"] + 2:
+                    tile = shallower(tile)
             else:
                 tile = default_tile(fields)
             self._seen[key] = tile
@@ -148,6 +154,17 @@ class TilingTable:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = ",\n  ".join(json.dumps(entry) for entry in entries)
         path.write_text(f'{json.dumps(header)[:-1]}, "entries": [\n  {text}\n]}}\n')
+
+
+def shallower(tile: Tile) -> Tile:
+    """A shrink's tile, with a pipeline of which three fit a multiprocessor side by side.
+
+    One that was searched for a quarter of the rows or fewer had a multiprocessor to itself, and is deep. Experts have
+    row tiles by the thousand, and their K may be few steps: a program alone would fill and drain its pipeline most of
+    the time.
+    """
+    stage = 2 * (tile.block_m + tile.block_n) * tile.block_k
+    return replace(tile, stages=min(tile.stages, max(2, (SHARED // 3) // stage)))
 
 
 def default_tile(fields: Mapping[str, int]) -> Tile:

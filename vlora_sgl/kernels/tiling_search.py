@@ -34,7 +34,9 @@ from triton.runtime.errors import OutOfResources
 
 from vlora_sgl.core import JsonDict
 from vlora_sgl.kernels import tiling
-from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Routing, atmm_torch, launch, make_routing
+from vlora_sgl.kernels.atmm import DENSE_MAX_ROWS, Group, Routing, atmm_torch, launch, make_routing
+from vlora_sgl.kernels.atmm.expert_tiles import ONE_LAUNCH
+from vlora_sgl.kernels.atmm.experts import device_experts, host_experts
 from vlora_sgl.kernels.atmm.launch import FIRST, ScaledInput, Tiles
 from vlora_sgl.kernels.tiling import Tile, pack
 from vlora_sgl.scaled import E4M3, quantise
@@ -54,11 +56,18 @@ PARTNER = {**{first: end for end, first in reversed(FIRST.items())}, **FIRST}
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One wrapped linear: ``offsets`` bounds its stacked outputs, ``k`` is its input width."""
+    """One wrapped linear: ``offsets`` bounds its stacked outputs, ``k`` is its input width.
+
+    Of all experts' linears of a kind ``experts`` says how many there are, ``choices`` how many of them a token takes,
+    and ``share`` how many of its choices have one row of the input: all of gate_up's, one of down's.
+    """
 
     name: str
     offsets: tuple[int, ...]
     k: int
+    experts: int = 1
+    choices: int = 1
+    share: int = 1
 
     @property
     def n(self) -> int:
@@ -82,6 +91,14 @@ def projections(hidden: int, intermediate: int, heads: int, kv_heads: int) -> tu
     )
 
 
+def experts_of(hidden: int, inner: int, count: int, choices: int) -> tuple[Projection, ...]:
+    """The two kinds of linears of a mixture-of-experts layer, each expert's of an inner size."""
+    return (
+        Projection("experts.gate_up_proj", (0, inner, 2 * inner), hidden, count, choices, choices),
+        Projection("experts.down_proj", (0, hidden), inner, count, choices),
+    )
+
+
 MODELS = {
     "qwen2.5-vl-3b": projections(2048, 11008, 16, 2),
     "qwen2.5-vl-7b": projections(3584, 18944, 28, 4),
@@ -96,12 +113,20 @@ MODELS = {
         Projection("visual.down_proj", (0, 1280), 3424),
         Projection("visual.merger", (0, 5120), 5120),
     ),
+    "qwen3-30b-a3b": (
+        Projection("qkv_proj", (0, 4096, 4608, 5120), 2048),
+        Projection("o_proj", (0, 2048), 4096),
+        *experts_of(2048, 768, 128, 8),
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One key of the table: an operation on one projection, rank, number of rows and of slots."""
+    """One key of the table: an operation on one projection, rank, number of rows and of slots.
+
+    Of experts, rows are choices, and slots those of all experts: so the kernels see them.
+    """
 
     op: str
     projection: Projection
@@ -127,7 +152,7 @@ def bytes_and_flops(job: Job) -> tuple[float, float]:
     p, size = job.projection, job.dtype.itemsize
     low = (len(p.offsets) - 1) * job.rank
     a, b = job.slots * low * p.k, job.slots * p.n * job.rank
-    x, y, h = job.rows * p.k, job.rows * p.n, job.rows * job.pairs * low
+    x, y, h = job.rows // p.share * p.k, job.rows * p.n, job.rows * job.pairs * low
     elements = {
         "linear": x + y + a + b + p.n * p.k,
         "linear_shrink": x + y + a + b + p.n * p.k,
@@ -163,8 +188,11 @@ def candidates(job: Job) -> list[Tile]:
     grouped = job.op == "grouped_shrink"
     ranked: list[tuple[float, Tile]] = []
     narrow = min(64, 16 * (len(job.projection.offsets) - 1)) if grouped else 16
-    # Beside a base GEMM a small program leaves more of that one's room on the multiprocessor.
-    rooms = (100 << 10, 48 << 10) if job.op in BASES else (100 << 10,)
+    # Beside a base GEMM a small program leaves more of that one's room on the multiprocessor; of many programs (of
+    # experts) one fills its pipeline while others work.
+    rooms: tuple[int, ...] = (100 << 10, 48 << 10) if job.op in BASES else (100 << 10,)
+    if job.projection.experts > 1:
+        rooms = (100 << 10, 56 << 10, 32 << 10)
     sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8, 16), rooms)
     for n, k, split, room in sizes:
         stage = (block_m + n) * k * job.dtype.itemsize
@@ -251,7 +279,7 @@ class Case:
         def rand(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=job.dtype)
 
-        self.x = [rand(job.rows, p.k) for _ in range(self.copies)]
+        self.x = [rand(job.rows // p.share, p.k) for _ in range(self.copies)]
         self.y = [rand(job.rows, p.n) for _ in range(self.copies)]
         self.a = [rand(job.slots, parts * job.rank, p.k).mul_(p.k**-0.5) for _ in range(self.copies)]
         self.b = [rand(job.slots, p.n, job.rank).mul_(job.rank**-0.5) for _ in range(self.copies)]
@@ -265,14 +293,7 @@ class Case:
                 ScaledInput(x.weight, x.scale.view(-1), one.scale.view(-1))
                 for x, one in zip(inputs, numbers, strict=True)
             ]
-        rows = np.arange(job.rows, dtype=np.int32)
-        groups = []
-        for s, own in enumerate(np.array_split(rows, min(job.slots, job.rows))):
-            other = ((s + 1) % job.slots, -0.5)
-            groups.append((own, (((s, 1.0), other) if job.pairs == 2 else ((s, 1.0),))))
-        dense = not job.op.startswith("grouped")
-        ranks, scalings = [job.rank] * job.slots, [0.5] * job.slots
-        self.routing: Routing = make_routing(groups, job.rows, ranks, scalings, device, dense=dense)
+        self.routing, self.reference = routings(job, device)
 
     def run(
         self, tile: Tile, i: int, other: Tile | None = None, start: launch.Start = launch.launched
@@ -294,6 +315,27 @@ class Case:
             return F.linear(self.x[i].to(dtype), self.w[i].to(dtype))
         wide = scaled.numbers.to(dtype) * scaled.scale[:, None].to(dtype)
         return F.linear(wide, self.w[i].to(dtype) * scaled.weight_scale[:, None].to(dtype))
+
+
+def routings(job: Job, device: torch.device) -> tuple[Routing, Routing]:
+    """What a job's rows apply, every slot about as many of them: for the kernels, and for torch.
+
+    Tokens choose experts at random and their choices have weight 1.
+    """
+    p = job.projection
+    slots, rows = job.slots // p.experts, job.rows // p.choices
+    groups: list[Group] = []
+    for s, own in enumerate(np.array_split(np.arange(rows, dtype=np.int32), min(slots, rows))):
+        other = ((s + 1) % slots, -0.5)
+        groups.append((own, (((s, 1.0), other) if job.pairs == 2 else ((s, 1.0),))))
+    grouped, tables = job.op.startswith("grouped"), ([job.rank] * slots, [0.5] * slots, device)
+    routing = make_routing(groups, rows, *tables, dense=not grouped, tuples=p.experts > 1)
+    if p.experts == 1:
+        return routing, Routing(rows, slots, groups, routing.ranks, routing.places, routing.scalings)
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.rand(rows, p.experts, generator=generator).topk(p.choices).indices.int()
+    of_tokens, of_choices = device_experts(routing, ids.to(device), torch.ones(ids.shape, device=device), p.experts)
+    return of_tokens if p.share > 1 else of_choices, host_experts(routing, ids, p.experts, p.share)
 
 
 def compile_only(job: Job, tile: Tile) -> bool:
@@ -322,10 +364,8 @@ def error_ratio(case: Case, run: Callable[[int], torch.Tensor]) -> float:
         own = case.base(0, torch.float32 if job.op in SCALED else job.dtype).to(job.dtype)
     else:
         exact, own = start.double(), start.clone()
-    routing = case.routing
-    wide = Routing(job.rows, job.slots, routing.groups, routing.ranks, routing.places, routing.scalings)
-    exact = atmm_torch(exact, x.double(), a.double(), b.double(), wide, offsets)
-    own = atmm_torch(own, x, a, b, wide, offsets)
+    exact = atmm_torch(exact, x.double(), a.double(), b.double(), case.reference, offsets)
+    own = atmm_torch(own, x, a, b, case.reference, offsets)
     if job.op == "grouped_silu":
         exact, own = silu_and_mul(exact), silu_and_mul(own)
     saved = case.y[0].clone()
@@ -369,9 +409,19 @@ def measure(run: Callable[[int], object], copies: int, rounds: int = 5) -> tuple
 def jobs_of(
     shapes: Sequence[Projection], ranks: Sequence[int], rows: Sequence[int], slots: Sequence[int], dtype: torch.dtype
 ) -> Iterator[Job]:
-    """The keys of a model, decode before prefill, each operation's expand before what needs it."""
-    for count, s, rank, p in itertools.product(rows, slots, ranks, shapes):
-        if count <= DENSE_MAX_ROWS:
+    """The keys of a model, decode before prefill, each operation's expand before what needs it.
+
+    Args:
+        rows: of tokens; slots: of adapters.
+    """
+    for tokens, adapters, rank, p in itertools.product(rows, slots, ranks, shapes):
+        count, s = tokens * p.choices, adapters * p.experts
+        if p.experts > 1:
+            # What joins behind experts' linears accumulates, or is in the activation of many choices.
+            end = "grouped_silu" if p.is_gate_up and count > ONE_LAUNCH else "grouped_expand"
+            for op in ("grouped_shrink", end):
+                yield Job(op, p, rank, count, s, 1, dtype)
+        elif count <= DENSE_MAX_ROWS:
             for op in (*BASES, "shrink", "expand"):
                 yield Job(op, p, rank, count, s, 1, dtype)
         else:

@@ -567,19 +567,22 @@ class AtmmBackend(_sgl.BaseLoRABackend):
         batch = self.batch_info
         return bool(batch.in_graph or batch.routing.has_adapters)
 
-    def experts(self, ids: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[Routing, Routing]:
+    def experts(
+        self, ids: torch.Tensor, weights: torch.Tensor, count: int, *, base: bool = False
+    ) -> tuple[Routing, Routing]:
         """This batch's routing of tokens' choices of experts.
 
         Args:
             ids, weights: [M, TOPK] of the choices.
             count: how many experts there are.
+            base: whether an activation will need the choices too that apply nothing.
 
         Returns:
             Of inputs that are tokens, and of inputs that are choices; in a GPU's second the choices' weights are in.
         """
         routing = self.batch_info.routing
         if on_kernels(ids.device):
-            return device_experts(routing, ids, weights, count)
+            return device_experts(routing, ids, weights, count, base=base)
         return host_experts(routing, ids, count, ids.shape[1]), host_experts(routing, ids, count, 1)
 
     def add_experts(self, y: torch.Tensor, x: torch.Tensor, linear: Any, routing: Routing) -> torch.Tensor:
@@ -591,3 +594,13 @@ class AtmmBackend(_sgl.BaseLoRABackend):
             routing: of ``experts``.
         """
         return atmm(y, x, linear.a.flatten(0, 1), linear.b.flatten(0, 1), routing, linear.offsets)
+
+    def silu_experts(
+        self, y: torch.Tensor, out: torch.Tensor, x: torch.Tensor, linear: Any, routing: Routing
+    ) -> torch.Tensor:
+        """The activation of experts' gate and up, y [P, 2 I], with this batch's adapters: ``out`` [P, I].
+
+        As ``add_experts``, of a routing with ``base``.
+        """
+        a, b = linear.a.flatten(0, 1), linear.b.flatten(0, 1)
+        return atmm_silu_and_mul(y, x, a, b, routing, linear.offsets, out=out)

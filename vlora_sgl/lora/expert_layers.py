@@ -1,13 +1,14 @@
 """SGLang's mixture-of-experts layers with adapters on their experts, through the operator.
 
 SGLang's Triton runner computes the experts, and calls hooks behind gate_up and behind down, where the adapters join.
+Of many rows (prefill) gate_up's are left to the activation behind it, which reads that output anyhow.
 On a CPU, where SGLang's path has no such places, the same is done here with torch. To the pool and to the merge a
 layer is two linears, which hold the weights of all experts: they are called as transformers calls its parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,13 @@ import torch.nn.functional as F
 from vlora_sgl import _sgl
 from vlora_sgl.errors import ConfigError
 from vlora_sgl.kernels.atmm import on_kernels
+from vlora_sgl.kernels.atmm.expert_tiles import are_many
+from vlora_sgl.lora.deferred import DeferredAdapters
 from vlora_sgl.lora.experts import FUSED
+from vlora_sgl.seams import Place, Places
 
+ACTIVATION = "silu_and_mul"
+"""Of ``_sgl.fused_moe``, which has it on a GPU."""
 MOST = 1 << 16
 """Experts of all slots: they are counted in half a word."""
 
@@ -70,10 +76,13 @@ class AtmmExperts(_sgl.FusedMoEWithLoRA):
 
     Attributes:
         linears: gate_up and down, by their names in ``FUSED``.
+        deferred: shared with the activation that adds gate_up's adapters of many rows, where there is one.
 
     Raises:
         ConfigError: experts of this form, or spread over ranks in this way, are not served with adapters.
     """
+
+    deferred: DeferredAdapters[Operands] | None = None
 
     def __init__(self, base_layer: Any, lora_backend: Any) -> None:
         why = why_not_adapted(base_layer)
@@ -137,6 +146,45 @@ class AtmmExperts(_sgl.FusedMoEWithLoRA):
         return (y.view(*ids.shape, -1).to(weights.dtype) * weights[..., None]).sum(1).to(x.dtype)
 
 
+Operands = tuple[Any, torch.Tensor, ExpertLinear, Any]
+"""What gate_up leaves to the activation: the backend, and x, linear and routing of its ``add_experts``."""
+
+
+class ExpertActivation:
+    """SGLang's ``silu_and_mul`` between experts' gate_up and down, with the adapters' part where that was left to it.
+
+    Args:
+        original: SGLang's.
+        layers: which leave it, from now on.
+    """
+
+    def __init__(self, original: Callable[..., object], layers: Iterable[AtmmExperts]) -> None:
+        self.original, self.deferred = original, DeferredAdapters[Operands]()
+        for layer in layers:
+            layer.deferred = self.deferred
+
+    def __call__(self, y: torch.Tensor, out: torch.Tensor, *rest: Any, **options: Any) -> object:
+        """Leaves silu(gate) * up of y [P, 2 I] in out [P, I]."""
+        operands = self.deferred.take(y)
+        if operands is None:
+            return self.original(y, out, *rest, **options)
+        backend, *others = operands
+        return backend.silu_experts(y, out, *others)
+
+
+def activations(runner: Any) -> Places:
+    """What stands in the place of the activation in SGLang's runner of experts."""
+    if getattr(runner, "lora_manager", None) is None:
+        return "LoRA is off"
+    layers = [module for module in runner.model.modules() if isinstance(module, AtmmExperts)]
+    if not layers:
+        return "this model has no experts that adapters apply to"
+    if not on_kernels(torch.device(runner.device)) or not hasattr(_sgl.fused_moe, ACTIVATION):
+        return "it runs on a CPU"
+    original = getattr(_sgl.fused_moe, ACTIVATION)
+    return [Place(_sgl.fused_moe, ACTIVATION, ExpertActivation(original, layers))]
+
+
 class ExpertHooks:
     """What adds the adapters of a layer to what SGLang's runner computes."""
 
@@ -146,11 +194,18 @@ class ExpertHooks:
     def hooks(self) -> Any:
         """SGLang's ``LoRAHooks``: each is given the layer's input, what it may change [M, TOPK, N], weights, ids."""
         (gate_up, down), backend = self.layer.linears.values(), self.layer.lora_backend
-        routings: list[Any] = []
+        deferred, routings = self.layer.deferred, list[Any]()
+        if deferred is not None:
+            deferred.check_taken()
 
         def after_gate_up(x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-            routings[:] = backend.experts(ids, weights, len(gate_up.weight))
-            backend.add_experts(y.view(-1, y.shape[-1]), x, gate_up, routings[0])
+            leave = deferred is not None and are_many(ids)
+            routings[:] = backend.experts(ids, weights, len(gate_up.weight), base=leave)
+            flat = y.view(-1, y.shape[-1])
+            if deferred is not None and leave:
+                deferred.leave(flat, (backend, x, gate_up, routings[0]))
+            else:
+                backend.add_experts(flat, x, gate_up, routings[0])
 
         def after_down(x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
             backend.add_experts(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), down, routings[1])

@@ -20,6 +20,7 @@ from vlora_sgl.kernels.atmm import Rotation, Vectors, on_kernels
 from vlora_sgl.kernels.atmm.launch import MAX_PARTS
 from vlora_sgl.kernels.devices import on_hopper
 from vlora_sgl.kernels.rotary import rotate_and_store
+from vlora_sgl.lora.deferred import DeferredAdapters
 from vlora_sgl.lora.expert_layers import AtmmExperts
 from vlora_sgl.lora.quantised import fused, why_not_served
 from vlora_sgl.lora.vocabulary import AtmmEmbedding, AtmmLMHead
@@ -130,50 +131,6 @@ class AtmmTorchLinear(AtmmColumnLinear):
         return super().forward(input_)[0]
 
 
-class DeferredAdapters:
-    """What a gate_up linear leaves to the activation behind it: the operands of one output, taken exactly once.
-
-    Whatever else happens to that output is an error, never an answer without its adapter.
-    """
-
-    def __init__(self) -> None:
-        self._left: tuple[torch.Tensor, Operands] | None = None
-
-    def check_taken(self) -> None:
-        """Refuse to go on where an output lacks its adapters.
-
-        Raises:
-            RuntimeError: what was left was never taken.
-        """
-        if self._left is not None:
-            raise RuntimeError(
-                f"the adapters' part of a gate_up output {tuple(self._left[0].shape)} was never added: the model did "
-                "not call the activation that was to add it"
-            )
-
-    def leave(self, y: torch.Tensor, operands: Operands) -> None:
-        """Leave the adapters' part of ``y``, given by the operands of ``atmm`` after it."""
-        self.check_taken()
-        self._left = y, operands
-
-    def take(self, y: torch.Tensor) -> Operands | None:
-        """The operands left for ``y``, or ``None`` where none were left.
-
-        Raises:
-            RuntimeError: some were left for another tensor.
-        """
-        if self._left is None:
-            return None
-        output, operands = self._left
-        if y.data_ptr() != output.data_ptr() or y.shape != output.shape:
-            raise RuntimeError(
-                f"the activation was to add the adapters' part of a gate_up output {tuple(output.shape)}, but was "
-                f"given another tensor {tuple(y.shape)}"
-            )
-        self._left = None
-        return operands
-
-
 class AtmmMergedColumnLinear(Atmm, _sgl.MergedColumnParallelLinearWithLoRA):
     """gate_up and other stacked column-parallel projections.
 
@@ -181,7 +138,7 @@ class AtmmMergedColumnLinear(Atmm, _sgl.MergedColumnParallelLinearWithLoRA):
         deferred: shared with the activation that adds the adapters' part of a prefill, where there is one.
     """
 
-    deferred: DeferredAdapters | None = None
+    deferred: DeferredAdapters[Operands] | None = None
 
     def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Base and adapters, or the base alone with the adapters left to the activation: [M, N]."""
@@ -208,7 +165,7 @@ class AtmmSiluAndMul(nn.Module):
     def __init__(self, base_layer: nn.Module, linear: AtmmMergedColumnLinear) -> None:
         super().__init__()
         self.base_layer, self.lora_backend = base_layer, linear.lora_backend
-        self.deferred = linear.deferred = DeferredAdapters()
+        self.deferred = linear.deferred = DeferredAdapters[Operands]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         operands = self.deferred.take(x)

@@ -225,8 +225,9 @@ def atmm_silu_and_mul(
     offsets: Sequence[int],
     table: TilingTable | None = None,
     vectors: Vectors | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``silu(gate) * up`` of the gate and up that ``atmm`` would leave in y: [M, I], freshly allocated.
+    """``silu(gate) * up`` of the gate and up that ``atmm`` would leave in y: [M, I], freshly allocated unless given.
 
     For many rows (a routing with row tiles). Where ``atmm`` and an activation move y four times, this reads it once.
     The adapters' part joins gate and up in float32, and nothing is rounded before the product is.
@@ -234,6 +235,7 @@ def atmm_silu_and_mul(
     Args:
         y: [M, >= 2 I] gate and up of the base layer. Changed only where rows apply more than one pass adds.
         offsets: (0, I, 2 I). The others as in ``atmm``.
+        out: [M, I] of y's dtype; rows that are in no tile are left as they are.
 
     Raises:
         ValueError: shapes, strides or dtypes that do not fit; a routing for few rows; a device without kernels.
@@ -244,11 +246,16 @@ def atmm_silu_and_mul(
         raise ValueError(f"offsets must bound two projections of equal width, got {tuple(offsets)}")
     if routing.tile_rows is None or not on_kernels(x.device):
         raise ValueError("the fused activation needs row tiles and a device with kernels: use atmm and an activation")
+    if out is not None and (out.shape, out.dtype, out.stride(1)) != ((routing.rows, width), y.dtype, 1):
+        raise ValueError(
+            f"out must be {y.dtype} [{routing.rows}, {width}], contiguous along its last dimension, got {out.dtype} "
+            f"{tuple(out.shape)} with strides {out.stride()}"
+        )
     if not routing.rows:
-        return y.new_empty((0, width))
+        return y.new_empty((0, width)) if out is None else out
     _add_more((y, x, a, b, routing, offsets), table)
-    operands = y, x, a, b, routing, offsets
-    return launch.run(tiles_of("grouped_silu", a, b, routing, table), operands, vectors=_wanted(vectors, routing))
+    operands, tiles = (y, x, a, b, routing, offsets), tiles_of("grouped_silu", a, b, routing, table)
+    return launch.run(tiles, operands, vectors=_wanted(vectors, routing), out=out)
 
 
 def _wanted(vectors: Vectors | None, routing: Routing) -> Vectors | None:

@@ -112,6 +112,7 @@ def run(
     bias: torch.Tensor | None = None,
     vectors: Vectors | None = None,
     scaled: ScaledInput | None = None,
+    out: torch.Tensor | None = None,
     start: Start = launched,
 ) -> torch.Tensor:
     """Both launches of a call.
@@ -121,17 +122,18 @@ def run(
         bias: what ``linear`` and ``grouped_write`` add.
         scaled: with a ``weight`` in e4m3, the same of x.
         vectors: of the slots, where rows have marks; not for ``grouped_write``, which leaves x W^T to another.
+        out: where ``grouped_silu`` puts the activation, [M, I].
         start: launches each kernel.
 
     Returns:
         y, to which ``expand`` and ``grouped_expand`` have added the adapters' part; ``linear`` and ``scaled`` have
         written base and adapters to it, ``grouped_write`` the adapters' part of every row. ``grouped_silu`` leaves y
-        [M, >= 2 I] and returns the activation, [M, I], freshly allocated.
+        [M, >= 2 I] and returns the activation, [M, I], freshly allocated unless ``out`` is given.
     """
     if tiles.end in DENSE:
         return _dense(tiles, operands, weight, bias, vectors, scaled, start)
     if tiles.end == "grouped_silu":
-        return _grouped_silu(tiles, operands, vectors, start)
+        return _grouped_silu(tiles, operands, vectors, out, start)
     return _grouped(tiles, operands, bias, vectors, start)
 
 
@@ -398,13 +400,15 @@ def _grouped(
     return y
 
 
-def _grouped_silu(tiles: Tiles, operands: Operands, vectors: Vectors | None, start: Start) -> torch.Tensor:
+def _grouped_silu(
+    tiles: Tiles, operands: Operands, vectors: Vectors | None, out: torch.Tensor | None, start: Start
+) -> torch.Tensor:
     y, x, a, b, routing, _ = operands
     assert routing.tile_rows is not None and routing.tile_slots is not None and routing.n_tiles is not None
     (_, n, r), (count, block_m), pairs = b.shape, routing.tile_rows.shape, routing.tile_slots.shape[1]
     rp, width, pdl = rank_pad(r), n // 2, is_hopper(x.device)
     tile, h = tiles.expand, _grouped_shrink(x, a, r, 2, routing, tiles.shrink, start)
-    act = y.new_empty((routing.rows, width))
+    act = y.new_empty((routing.rows, width)) if out is None else out
     held = 2 * block_m * rp * pairs * x.itemsize  # both halves of h
     stage = 2 * tile.block_n * (rp * pairs + block_m) * x.itemsize  # of B and of y
     stages = max(1, min(tile.stages, (min(_SHARED, shared_memory(x.device)) - held) // stage))
