@@ -243,7 +243,8 @@ def why_not_adapted(layer: Any) -> str | None:
     if not layer.quant_method.runner.runner_backend.is_triton():
         return f"--moe-runner-backend is {layer.quant_method.runner.runner_backend.value}, and must be triton"
     usual = config.is_gated and config.activation == "silu" and not config.apply_router_weight_on_input
-    special = (config.gemm1_alpha, config.gemm1_clamp_limit, getattr(layer, "w13_weight_bias", None))
+    limits = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
+    special = (*limits, getattr(layer, "w13_weight_bias", None))
     if not usual or any(value is not None for value in special):
         return "they are no gated linears with SiLU and without biases"
     if config.num_fused_shared_experts or _sgl.get_exec().moe.enable_fused_moe_sum_all_reduce:
