@@ -88,7 +88,7 @@ class Attention:
         heads, width = layer.num_attention_heads_per_partition, layer.head_size
         qkv, _ = layer.qkv_proj(x)
         rows = qkv.view(-1, 3 * heads * width)
-        rotate_(rows, *position_embeddings, heads=2 * heads)
+        rotate_(rows, *position_embeddings, heads=2 * heads, width=width)
         q, k, v = rows.view(-1, 3, heads, width).unbind(1)
         out = self.attend(layer, q, k, v, forward_metadata)
         answer: torch.Tensor = layer.proj(out.view(*x.shape[:2], heads * width))[0]
