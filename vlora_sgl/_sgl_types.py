@@ -359,6 +359,12 @@ class VisionAttention(Protocol):
 
     head_size: int
     num_attention_heads_per_partition: int
+    num_attention_kv_heads_per_partition: int
+    use_qkv_parallel: bool
+    qk_normalization: bool
+    qk_normalization_by_head_size: bool
+    customized_position_embedding_applier: Callable[..., object] | None
+    sinks: torch.Tensor | None
     softmax_scale: float | None
     qkv_backend_name: str
     qkv_backend: Callable[..., torch.Tensor]
