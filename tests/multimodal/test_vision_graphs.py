@@ -233,8 +233,28 @@ def test_the_least_recently_used_size_leaves(captured: list[tuple[int, ...]]) ->
     eager = encoder.eager
     ask(graphs, 1, 2, 2)
     assert encoder.eager == eager, "the size used in between must have stayed"
-    ask(graphs, 1, 4, 2, times=AFTER - 1)
-    assert not graphs.capture_wanted() and len(captured) == 3, "the size that left is counted anew"
+    ask(graphs, 1, 4, 2, times=OVERDUE + AFTER - 1)
+    assert not graphs.capture_wanted() and len(captured) == 3, "the size that left has to come often"
+    ask(graphs, 1, 4, 2)
+    assert graphs.capture_wanted() and len(captured) == 4
+
+
+def test_graphs_of_several_images_leave_room_for_those_of_one(captured: list[tuple[int, ...]]) -> None:
+    encoder = Encoder()
+    small, other = (1, 2, 2), (1, 2, 4)
+    graphs = graphs_of(encoder, 4, small, other)
+    while graphs.capture_wanted():
+        pass
+    for count in (2, 3, 4):
+        together(graphs, *[small] * count, times=AFTER)
+        assert graphs.capture_wanted()
+    assert graphs.state()["graphs"] == 4
+    eager, before = encoder.eager, graphs.replays
+    ask(graphs, *other)
+    ask(graphs, *small)
+    together(graphs, *[small] * 4)
+    together(graphs, *[small] * 2)  # the one that left
+    assert encoder.eager == eager and graphs.replays == before + 5
 
 
 def test_a_graph_that_computes_something_else_is_never_used(captured: list[tuple[int, ...]]) -> None:

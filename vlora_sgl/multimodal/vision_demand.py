@@ -55,8 +55,9 @@ class Demand:
         return None
 
     def left(self, kind: Kind) -> None:
-        """A kind's graph is gone: it is counted anew, or one too many would be captured each time it comes."""
-        self._seen.pop(kind, None)
+        """A kind's graph made room for another. One kind too many would be captured each time it comes, or every few
+        times: it has to come much more often now."""
+        self._seen[kind] = -OVERDUE
 
     def give_up(self, several: bool, adapted: bool) -> None:
         """Want nothing more of several images, with or without adapters, or of one with them."""

@@ -87,7 +87,8 @@ class VisionGraphs:
 
     Args:
         structure: the encoder's.
-        limit: graphs that are kept; the least recently used one leaves first.
+        limit: graphs that are kept; the least recently used one leaves first. Half of them may be of several images:
+            a batch has any number of them, and graphs of one serve all.
         wanted: sizes to capture when nothing runs, the first one first.
 
     Attributes:
@@ -239,8 +240,11 @@ class VisionGraphs:
             self._give_up(reason, count > 1, adapted)
             return
         self._graphs[kind] = graph, tables
-        if len(self._graphs) > self.limit:
-            out, _ = self._graphs.popitem(last=False)
+        several = [held for held in self._graphs if held[1] > 1]  # the least recently used one first
+        too_many = len(several) > max(1, self.limit // 2)
+        if too_many or len(self._graphs) > self.limit:
+            out = several[0] if too_many else next(iter(self._graphs))
+            del self._graphs[out]
             self._demand.left(out)
 
     def _give_up(self, reason: str, several: bool, adapted: bool) -> None:
