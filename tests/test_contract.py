@@ -47,7 +47,9 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NAMED = (  # what code of ours compares classes with
-    *("Qwen2Attention", "MRotaryEmbedding", "Qwen2_5_VisionTransformer", "Qwen2VLForConditionalGeneration"),
+    *("Qwen2Attention", "MRotaryEmbedding", "Qwen2VLForConditionalGeneration"),
+    *("Qwen2VisionTransformer", "Qwen2_5_VisionTransformer", "Qwen3VLMoeVisionModel"),
+    *("InternVisionModel", "InternVLChatModel"),
     *("Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration"),
     *("FlashAttentionBackend", "TorchNativeAttnBackend", "TritonAttnBackend"),
 )

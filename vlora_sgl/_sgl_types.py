@@ -359,39 +359,17 @@ class VisionAttention(Protocol):
 
     head_size: int
     num_attention_heads_per_partition: int
+    num_attention_kv_heads_per_partition: int
+    use_qkv_parallel: bool
+    qk_normalization: bool
+    qk_normalization_by_head_size: bool
+    customized_position_embedding_applier: Callable[..., object] | None
+    sinks: torch.Tensor | None
     softmax_scale: float | None
     qkv_backend_name: str
     qkv_backend: Callable[..., torch.Tensor]
     qkv_proj: Callable[[torch.Tensor], tuple[torch.Tensor, object]]
     proj: Callable[[torch.Tensor], tuple[torch.Tensor, object]]
-
-
-class Qwen2_5_VisionBlock(Protocol):
-    """``models/qwen2_5_vl``: a block of the image encoder."""
-
-    attn: VisionAttention
-
-    @property
-    def forward(self) -> Callable[..., torch.Tensor]: ...
-    @property
-    def __call__(self) -> Callable[..., torch.Tensor]: ...
-
-
-class Qwen2_5_VisionTransformer(Protocol):
-    """``models/qwen2_5_vl``: the image encoder."""
-
-    blocks: Sequence[Qwen2_5_VisionBlock]
-    patch_embed: Any  # called, and asked for the shape of its convolution
-    merger: Callable[[torch.Tensor], torch.Tensor]
-    spatial_merge_unit: int
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def forward(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]: ...
-    def get_window_index(self, grid_thw: torch.Tensor) -> tuple[torch.Tensor, object]: ...
 
 
 class TritonAttnBackend(Protocol):

@@ -218,9 +218,10 @@ class VLoraArgs:
 
     vision_graphs: int = _flag(
         16,
-        "image sizes whose encoder is kept as a CUDA graph, 0 for none (docs/design/prefix_cache.md)",
+        "CUDA graphs of the image encoder that are kept, each of a size of images and how many of it come together, 0 "
+        "for none (docs/design/prefix_cache.md)",
         type=int,
-        metavar="SIZES",
+        metavar="GRAPHS",
     )
 
     def __post_init__(self) -> None:

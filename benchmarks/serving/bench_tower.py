@@ -77,8 +77,8 @@ def encoded(scheduler: Any, case: str, eager: bool, side: int, repeats: int) -> 
         settle()  # what follows is read on another stream
         if graphs is not None:
             graphs.limit = limit
-    if graphs is not None and made != (0 if eager else repeats * IMAGES):
-        raise RuntimeError(f"{made} replays of {repeats} x {IMAGES} images, eager: {eager}")
+    if graphs is not None and made != (0 if eager else repeats):
+        raise RuntimeError(f"{made} replays of {repeats} calls, eager: {eager}")
     if not torch.isfinite(plain).all():
         if graphs is not None:
             graphs.limit = 0
@@ -149,7 +149,7 @@ def first_not_finite(model: Any, items: Sequence[Any]) -> str:
 
 def capture(model: Any, graphs: Any, items: Sequence[Any]) -> None:
     """Have the encoder's graphs for these images, as they are captured when nothing runs."""
-    from vlora_sgl.multimodal.vision_graphs import AFTER
+    from vlora_sgl.multimodal.vision_demand import AFTER
 
     for _ in range(AFTER):
         model.get_image_feature(items)

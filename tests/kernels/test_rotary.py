@@ -9,26 +9,30 @@ from tests.support.interpreter import CUDA, DEVICE, kernels, passed_interpreted,
 from vlora_sgl.kernels.rotary import rotate_, rotate_and_store, rotate_reference, rotated_reference
 
 # tokens, heads of q and k together, width of a head
-SHAPES = [(1, 1, 2), (5, 3, 6), (33, 4, 20), (64, 32, 80), (7, 2, 128)]
+SHAPES = [(1, 1, 2), (5, 3, 6), (33, 4, 20), (64, 32, 80), (9, 4, 72), (7, 2, 128)]
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]
 
 
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("halves", [2, 1], ids=["both-halves", "one-half"])
 @pytest.mark.parametrize("tokens, heads, width", SHAPES)
-def test_kernel_rotates_q_and_k_and_nothing_else(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
+def test_kernel_rotates_q_and_k_and_nothing_else(
+    tokens: int, heads: int, width: int, halves: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     buffer = torch.full((tokens + 1, (heads + 2) * width + 3), float("nan"), dtype=dtype, device=DEVICE)
     qkv = buffer[:tokens, : (heads + 1) * width]  # rows apart, and v behind q and k
     qkv.copy_(torch.randn(qkv.shape))
     angles = 6.0 * torch.rand(tokens, width // 2, device=DEVICE)
     cos, sin = (torch.cat((half, half), -1).to(dtype) for half in (angles.cos(), angles.sin()))
-    before, exact = buffer.clone(), rotate_reference(qkv, cos, sin, heads)
+    given = [t[:, : halves * width // 2].contiguous() for t in (cos, sin)]
+    before, exact = buffer.clone(), rotate_reference(qkv, *given, heads, width)
     own = qkv[:, : heads * width].view(tokens, heads, width).float()
     low, high = own.chunk(2, -1)
     own = (own * cos[:, None].float() + torch.cat((-high, low), -1) * sin[:, None].float()).to(dtype).flatten(1)
     floor = (own.double() - exact[:, : heads * width]).abs().max()
-    rotate_(qkv, cos, sin, heads)
+    rotate_(qkv, *given, heads=heads, width=width)
     error = (qkv.double() - exact).abs().max()
     assert error <= 1.5 * floor + 1e-12
     assert not torch.equal(qkv[:, : heads * width], before[:tokens, : heads * width])
@@ -75,4 +79,4 @@ def test_kernel_rotates_q_and_puts_k_and_v_in_the_cache(
 
 @starter
 def test_rotation_under_the_interpreter() -> None:
-    assert passed_interpreted(__file__) == (len(SHAPES) + len(DECODING)) * 2
+    assert passed_interpreted(__file__) == (2 * len(SHAPES) + len(DECODING)) * 2

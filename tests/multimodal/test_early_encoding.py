@@ -10,6 +10,7 @@ import torch
 
 from vlora_sgl.multimodal.early_encoding import encode_ahead
 from vlora_sgl.multimodal.encoder_cache import EncoderCache
+from vlora_sgl.multimodal.vision_families import Clip, Qwen2
 from vlora_sgl.multimodal.vision_graphs import VisionGraphs
 
 GRID, OTHER = (1, 2, 4), (1, 4, 4)
@@ -17,8 +18,6 @@ GRID, OTHER = (1, 2, 4), (1, 4, 4)
 
 class Model:
     """Embeds four patches as their sum, and notes what it was asked for."""
-
-    visual = SimpleNamespace(device=torch.device("cpu"))
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -42,9 +41,11 @@ def image(key: int, first: int, grid: tuple[int, int, int] = GRID, is_image: boo
 @pytest.fixture
 def graphs() -> VisionGraphs:
     """Graphs of one grid."""
-    encoder: Any = SimpleNamespace(forward=None)
-    found = VisionGraphs(encoder, 4)
-    found._graphs[GRID, False] = None  # type: ignore[assignment]
+    encoder = SimpleNamespace(
+        forward=None, blocks=(), patch_embed=None, spatial_merge_size=2, device="cpu", dtype=torch.float32
+    )
+    found = VisionGraphs(Qwen2(encoder), 4)
+    found._graphs[GRID, 1, False] = None  # type: ignore[assignment]
     return found
 
 
@@ -91,3 +92,44 @@ def test_an_item_of_several_images_is_left_to_the_batch(graphs: VisionGraphs) ->
     item = image(1, 3)
     item.offsets = [(3, 4), (8, 9)]
     assert encode_ahead(Model(), graphs, EncoderCache(1 << 20), [item], start=0) == 0
+
+
+class Tiled:
+    """Embeds a tile as two tokens of its mean."""
+
+    vision_tower = SimpleNamespace(
+        device="cpu",
+        dtype=torch.float32,
+        vision_model=SimpleNamespace(embeddings=SimpleNamespace(image_size=4), encoder=SimpleNamespace(layers=())),
+    )
+
+    def rows_of_size(self, height: int, width: int) -> tuple[int, int]:
+        return 3, 2
+
+    def extract_feature(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.mean((1, 2, 3))[:, None, None].expand(-1, 2, 5)
+
+    def get_image_feature(self, items: list[Any]) -> torch.Tensor:
+        return self.extract_feature(torch.cat([item.feature for item in items]))
+
+
+@pytest.mark.parametrize("kinds", [[1], [3]], ids=["tile-by-tile", "three-together"])
+def test_images_of_several_tiles_are_encoded_where_their_tiles_have_graphs(kinds: list[int]) -> None:
+    model, cache = Tiled(), EncoderCache(1 << 20)
+    graphs = VisionGraphs(Clip(model), 4)
+    for count in kinds:
+        graphs._graphs[(3, 4, 4), count, False] = None  # type: ignore[assignment]
+    items = [
+        SimpleNamespace(
+            hash=key,
+            feature=torch.full((tiles, 3, 4, 4), float(key)),
+            offsets=[(10 * key, 10 * key + 2 * tiles - 1)],
+            is_image=lambda: True,
+        )
+        for key, tiles in ((1, 1), (2, 2))
+    ]
+    assert encode_ahead(model, graphs, cache, items, start=0) == 2
+    for key, tiles in ((1, 1), (2, 2)):
+        assert torch.equal(cache.get_single(key).embedding, torch.full((2 * tiles, 5), float(key)))
+    items[0].hash, items[0].feature = 9, torch.zeros(2, 5)  # the caller brought the embedding
+    assert encode_ahead(model, graphs, cache, items, start=0) == 0

@@ -49,15 +49,17 @@ def _rotate_kernel(
     tl.store(place + HALF, (high * c + low * s).to(qkv.dtype.element_ty), mask=live)
 
 
-def rotate_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
+def rotate_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, width: int) -> None:
     """Rotate the first ``heads`` heads of every row in place: those of q and k; float32 inside, rounded once.
 
     Args:
         qkv: [S, >= heads * D], rows contiguous, float16, bfloat16 or float32.
-        cos, sin: of the angles, [S, D], rows contiguous; both halves of a row are the same.
+        cos, sin: of the angles, [S, D], rows contiguous; both halves of a row are the same, and of [S, D / 2] there is
+            one.
         heads: heads of q and k together.
+        width: D.
     """
-    rows, width = cos.shape
+    rows = len(cos)
     half, pairs = width // 2, rows * heads
     _rotate_kernel[(triton.cdiv(pairs, BLOCK),)](
         qkv,
@@ -74,9 +76,10 @@ def rotate_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int)
     )
 
 
-def rotate_reference(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
+def rotate_reference(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, width: int) -> torch.Tensor:
     """What ``rotate_`` leaves in qkv, in float64."""
-    rows, width = cos.shape
+    rows = len(cos)
+    cos, sin = (t if t.shape[1] == width else torch.cat((t, t), -1) for t in (cos, sin))
     out = qkv.double()
     turned = out[:, : heads * width].view(rows, heads, width)
     low, high = turned.chunk(2, -1)

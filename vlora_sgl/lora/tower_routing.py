@@ -18,7 +18,7 @@ from vlora_sgl.core import AdapterId, row_pairs
 from vlora_sgl.errors import UnknownAdapterError
 from vlora_sgl.kernels.atmm import Pairs
 from vlora_sgl.kernels.atmm.row_routing import TILE_ROWS
-from vlora_sgl.lora.backend import MANY_ROWS, AtmmBackend, Batch, GraphTables
+from vlora_sgl.lora.backend import GRAPH_PAIRS, MANY_ROWS, AtmmBackend, Batch, GraphTables
 from vlora_sgl.lora.layout import in_blocks
 from vlora_sgl.lora.row_routing import RowRouting
 from vlora_sgl.multimodal.encoders import Encoder, Rows
@@ -125,29 +125,33 @@ class TowerRouting:
         self._patches.reset_batch_state()
         self._tokens.reset_batch_state()
 
-    # Graphs of one image each (``multimodal.vision_graphs``)
+    # Graphs of images of one size (``multimodal.vision_graphs``)
 
     def applied_by(self, items: Sequence[MultimodalDataItem]) -> list[Pairs] | None:
-        """What these images would apply now; ``None`` if an adapter that they need is in no slot."""
+        """What each image of these items would apply now; ``None`` if an adapter that they need is in no slot."""
         try:
-            return [self.pairs_of(adapter_of(item)) for item in items]
+            return [self.pairs_of(adapter_of(item)) for item in items for _ in self.encoder.rows(item, "image")]
         except UnknownAdapterError:
             return None
 
-    def tables(self, patches: int) -> Tables:
-        """Tables at fixed addresses, for graphs of an image of so many patches."""
+    def fit(self, applied: Sequence[Pairs]) -> bool:
+        """Whether the tables of a graph have room for images that apply this."""
+        return max(map(len, applied)) <= GRAPH_PAIRS and len(set(applied)) <= 2 * self._rows.slots
+
+    def tables(self, rows: Rows) -> Tables:
+        """Tables at fixed addresses, for graphs of images that have so many rows together."""
         places = range(self._rows.slots)
         made = (
-            GraphTables(rows, places, self._device, TILE_ROWS[True] if rows >= MANY_ROWS else None)
-            for rows in (patches, patches // self.encoder.unit)
+            GraphTables(count, places, self._device, TILE_ROWS[True] if count >= MANY_ROWS else None) for count in rows
         )
         first, second = made
         return first, second
 
-    def refresh(self, tables: Tables, pairs: Pairs) -> None:
-        """Write what an image applies to the tables of its graph."""
+    def refresh(self, tables: Tables, applied: Sequence[Pairs]) -> None:
+        """Write what each image applies to the tables of their graph; all of them have as many rows."""
         for one in tables:
-            one.refresh(*self._rows.tables_of([(pairs, one.max_rows)], size_of)[:3])
+            rows = one.max_rows // len(applied)
+            one.refresh(*self._rows.tables_of([(pairs, rows) for pairs in applied], size_of)[:3])
 
     @contextmanager
     def reading(self, tables: Tables | None) -> Iterator[None]:

@@ -1,1 +1,1 @@
-"""Images on their way through the engine: requests, encoder cache, early encoding, the encoder's graphs and layers."""
+"""Images on their way through the engine: requests, encoder cache, early encoding; encoders, graphs and layers."""

@@ -5,7 +5,8 @@ milliseconds, more the more requests there are, and an idle device waits for it.
 of that: they are encoded at once, and the batch finds their embeddings in the cache. Of requests that come together to
 a scheduler with nothing to do, the first is not even admitted before all have been read: its images are encoded when
 it enters the queue. With anything running that would only delay what runs. Only what replays graphs is started, which
-takes the host a fraction of a millisecond; a graph computes the same bits alone as in the batch.
+takes the host a fraction of a millisecond. A request's images are encoded by themselves then, not beside those of the
+batch's other requests: in 16 bits the last bits may be others, as whenever other images come in one call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def encode_ahead(model: Any, graphs: VisionGraphs, cache: EncoderCache, items: S
     """Encode a request's images whose embeddings will be asked for, if all of them replay graphs.
 
     Args:
-        model: SGLang's, whose encoder ``graphs`` stands in the place of.
+        model: SGLang's, or ours, whose encoder ``graphs`` stands in the place of.
         items: the request's multimodal items.
         start: position of the first prompt token that is not cached.
 
@@ -44,8 +45,9 @@ def encode_ahead(model: Any, graphs: VisionGraphs, cache: EncoderCache, items: S
         return 0
     with offloader.around_embedding(images):
         for item in images:
-            item.feature = item.feature.to(model.visual.device, non_blocking=True)
+            item.feature = item.feature.to(graphs.structure.device, non_blocking=True)
         embeddings = model.get_image_feature(images)
+        embeddings = embeddings.reshape(-1, embeddings.shape[-1])  # some give a dimension to tiles
     lengths = [last - first + 1 for ((first, last),) in (item.offsets for item in images)]
     for key, embedding in zip(missing, embeddings.split(lengths), strict=True):
         cache.set_ahead(key, _sgl.EmbeddingResult(embedding=embedding))

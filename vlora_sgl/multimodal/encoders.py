@@ -31,12 +31,10 @@ class Encoder:
     Attributes:
         module: SGLang's.
         rows: of each image, tile or frame of an item of ``"image"`` or ``"video"``; none of one that comes encoded.
-        unit: rows of the blocks that become one of the projector, where that is a whole number.
     """
 
     module: nn.Module
     rows: Callable[[MultimodalDataItem, str], Sequence[Rows]]
-    unit: int = 1
 
 
 def encoder_of(model: Any) -> Encoder | None:
@@ -44,7 +42,7 @@ def encoder_of(model: Any) -> Encoder | None:
     encoder: Any = getattr(model, "visual", None)
     if _sgl.is_a(encoder, *QWEN):
         unit = int(encoder.spatial_merge_size) ** 2
-        return Encoder(encoder, lambda item, kind: [(n, n // unit) for n in _patches(item, kind)], unit)
+        return Encoder(encoder, lambda item, kind: [(n, n // unit) for n in _patches(item, kind)])
     encoder = getattr(model, "vision_model", None)
     if _sgl.is_a(encoder, INTERN) and hasattr(model, "mlp1"):
         tile = int(encoder.embeddings.num_positions), int(model.num_image_token)

@@ -54,6 +54,11 @@ class ClipTower(_sgl.CLIPVisionModel):
                 False  # torch's attention takes one image only, where it is set
             )
 
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.vision_model.embeddings.patch_embedding.weight.dtype
+        return found
+
     def states(self, pixel_values: torch.Tensor, depth: int) -> list[torch.Tensor]:
         """Hidden states [images, 1 + patches, width] before each of the first ``depth`` layers, and behind the last.
 
@@ -118,18 +123,25 @@ class Llava(_sgl.LlavaForConditionalGeneration):
     def get_image_feature(self, items: list[MultimodalDataItem]) -> torch.Tensor:
         """Embeddings [tokens, hidden] of all images behind each other, encoded together."""
         pixels = torch.cat([torch.as_tensor(item.feature).to(self.vision_tower.device) for item in items])
+        return self.extract_feature(pixels).flatten(0, 1)
+
+    def extract_feature(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Embeddings [images, tokens, hidden] of images [images, 3, height, width]."""
         states = self.vision_tower.states(pixels, max(self._layers))
         chosen = torch.cat([states[n][:, self._first :] for n in self._layers], dim=-1)
-        embeddings: torch.Tensor = self.multi_modal_projector(chosen).flatten(0, 1)
+        embeddings: torch.Tensor = self.multi_modal_projector(chosen)
         return embeddings
 
     def rows_of(self, item: MultimodalDataItem) -> list[tuple[int, int]]:
         """Of each image of an item: states of the tower, and those that the projector is given."""
         pixels: Any = item.feature
-        count, _, height, width = pixels.shape
+        return [self.rows_of_size(*pixels.shape[2:])] * len(pixels)
+
+    def rows_of_size(self, height: int, width: int) -> tuple[int, int]:
+        """As ``rows_of``, of an image of so many pixels."""
         size = self.config.vision_config.patch_size
         states = 1 + (height // size) * (width // size)
-        return [(states, states - self._first)] * count
+        return states, states - self._first
 
     def load_weights(self, weights: Weights) -> None:
         """Take a checkpoint's weights, by the names that either layout has for them."""

@@ -2,13 +2,22 @@
 
 An encoder of 32 blocks is some 600 launches; on a recent GPU they take the host longer than the work of a small image
 takes the device, so the host sets the time to the first token. A camera or a web page sends images of few sizes, so
-the encoder is captured for those of a few, and replayed. Everything but the pixels depends on the grid alone
-(positions, windows, lengths): the key is the grid, and the recorded arguments of the blocks are the graph's constants.
-Of several images that are encoded together each replays its size's graph: combinations are too many to capture.
-A size has one graph more for images that adapters of the encoder apply to, which reads which they are from tables.
+the encoder is captured for those of a few, and replayed. Everything but the pixels depends on the images' size alone
+(``vision_structures``): the key is the size, and what an eager run notes of it are the graph's constants.
+
+A graph is of one image, or of several of one size: pages, tiles, frames. What a call has no graph of its own for, the
+graphs of its parts may serve, one after the other. That saves the host its launches, and costs the device, which few
+patches do not fill: eight images of 1,024 patches took 27.5 ms one by one, and 24.1 in one eager run (Qwen2.5-VL-7B's
+encoder, H200, 2026-11-30). So it is done only where the device would wait for the host (``TOGETHER``).
+A kind of images has one graph more for those that adapters of the encoder apply to, which reads which they are from
+tables.
+
+A graph computes what an eager run of the same images together computes, bit for bit; that is checked when it is
+captured. In 16 bits an image's last bits depend on what it is encoded with, as without graphs: matrix products of
+other sizes are summed in another order.
 
 A capture stops the scheduler: torch gives back what memory it keeps, pinned memory too, kernels are compiled and
-loaded, the encoder runs three times. So it waits until nothing runs: of ``COMMON`` sizes right after the start, of
+loaded, the encoder runs three times. So it waits until nothing runs: of common sizes right after the start, of
 others once they have come a few times. Only of a server that is never idle does a request wait for one.
 
 SGLang has such graphs too (``SGLANG_VIT_ENABLE_CUDA_GRAPH``), keyed by the number of patches: two grids of as many
@@ -20,49 +29,40 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from itertools import groupby, pairwise, takewhile
 from typing import Any, Protocol
 
 import torch
 
-from vlora_sgl import _sgl, seams
-from vlora_sgl._sgl_types import MultimodalDataItem, Qwen2_5_VisionTransformer
+from vlora_sgl import _sgl
+from vlora_sgl._sgl_types import MultimodalDataItem
+from vlora_sgl.multimodal.encoders import Rows
+from vlora_sgl.multimodal.vision_demand import Demand, Kind
+from vlora_sgl.multimodal.vision_families import Patches, Tiles, known_structure
+from vlora_sgl.multimodal.vision_structures import Grid, Parts, Structure, parts_of
 from vlora_sgl.seams import Place, Places
 from vlora_sgl.server_args import VLoraArgs
 
 logger = logging.getLogger(__name__)
 
-ENCODER = "Qwen2_5_VisionTransformer"
-"""SGLang's encoder whose forward is the one of ``_Graph``."""
-
-Grid = tuple[int, ...]
-
-COMMON: tuple[Grid, ...] = tuple((1, h, w) for h, w in ((16, 16), (24, 24), (32, 32), (36, 36), (34, 46), (46, 34)))
-"""Captured when a server that has started is first idle: images of 224 x 224, 336 x 336, 448 x 448 and 512 x 512
-pixels, and of 640 x 480 in either orientation, in patches of 14."""
-
-AFTER = 3
-"""Images of a size that run eagerly before it is captured, once nothing runs."""
-
-OVERDUE = 24
-"""Images of a size after which its capture waits no longer for that."""
-
-REMEMBERED = 512
-"""Sizes that are counted at a time."""
-
 MAX_PATCHES = 8192
 """Of 2,048 image tokens. Larger inputs keep the device busy longer than their launches keep the host."""
 
-MAX_TOGETHER = 16
-"""Images that are encoded one after the other; more together keep the device busy as long as the host."""
+TOGETHER = 3072
+"""Patches of a call up to which graphs of its parts are replayed one after the other.
+
+An image of 1,024 patches takes 3.44 ms by its graph and, in an eager run of eight, 3.01 ms (H200, 2026-11-30). Of
+3,072 patches the device loses 1.3 ms of 10; the host launches three graphs instead of 600 kernels, and forms the batch
+meanwhile. Beyond, the loss grows with every patch, and an eager run keeps the device as busy as the host.
+"""
+
+LEAST = 512
+"""Patches that a graph counts for at least: 600 kernels behind each other take their time however few they are of."""
 
 Slots = Sequence[tuple[int, float]]
 """What an image applies of adapters: slots and their weights; empty where nothing."""
-
-Kind = tuple[Grid, bool]
-"""Of images that share a graph: their grid, and whether adapters apply to them."""
 
 
 class Adapters(Protocol):
@@ -76,17 +76,19 @@ class Adapters(Protocol):
     def images(self) -> Sequence[Slots]: ...
     def route(self) -> None: ...
     def applied_by(self, items: Sequence[MultimodalDataItem]) -> Sequence[Slots] | None: ...
-    def tables(self, patches: int) -> Any: ...
-    def refresh(self, tables: Any, slots: Any) -> None: ...
+    def fit(self, applied: Any) -> bool: ...
+    def tables(self, rows: Rows) -> Any: ...
+    def refresh(self, tables: Any, applied: Any) -> None: ...
     def reading(self, tables: Any) -> AbstractContextManager[None]: ...
 
 
 class VisionGraphs:
-    """Stands in the place of an encoder's ``forward``.
+    """Stands in the place of the method that an encoder is called by.
 
     Args:
-        encoder: SGLang's module, of the class ``ENCODER``.
-        limit: graphs that are kept; the least recently used one leaves first.
+        structure: the encoder's.
+        limit: graphs that are kept; the least recently used one leaves first. Half of them may be of several images:
+            a batch has any number of them, and graphs of one serve all.
         wanted: sizes to capture when nothing runs, the first one first.
 
     Attributes:
@@ -95,176 +97,195 @@ class VisionGraphs:
 
     adapters: Adapters | None = None
 
-    def __init__(self, encoder: Qwen2_5_VisionTransformer, limit: int, wanted: Sequence[Grid] = ()) -> None:
-        self.encoder, self.limit = encoder, limit
-        self._wanted: dict[Kind, None] = dict.fromkeys((grid, False) for grid in wanted[:limit])
+    def __init__(self, structure: Structure, limit: int, wanted: Sequence[Grid] = ()) -> None:
+        self.structure, self.limit = structure, limit
+        self._demand = Demand((grid, 1, False) for grid in wanted[:limit])
         self.replays = 0
-        self._eager = encoder.forward
-        self._seen: OrderedDict[Kind, int] = OrderedDict()
+        self._eager = getattr(structure.owner, structure.method)
         self._graphs: OrderedDict[Kind, tuple[_Graph, Any]] = OrderedDict()  # with the tables that it reads
         self._pool: Any = None
-        self._adapted = True
 
-    def __call__(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
-        """As the encoder: embeddings of patches x [S, pixels] of images with grids ``grid_thw`` [images, 3]."""
-        if grid_thw.is_cuda or not self.limit or x.shape[0] > MAX_PATCHES:
+    def __call__(self, x: torch.Tensor, grid_thw: Any = None) -> torch.Tensor:
+        """As the method: embeddings of images ``x``, as their structure has them."""
+        grids = self.structure.grids(x, grid_thw) if self.limit else None
+        if not grids or self._patches(grids) > MAX_PATCHES:
             return self._eagerly(x, grid_thw)
-        grids: list[Grid] = list(map(tuple, grid_thw.tolist()))
         applied = (self.adapters.images if self.adapters is not None else ()) or [()] * len(grids)
-        parts = x.split([t * h * w for t, h, w in grids])
-        images = list(zip(grids, parts, applied, strict=True))
-        if self.serves(grids, applied):
-            return torch.cat([self._replay(*image) for image in images])
-        answer = self._eagerly(x, grid_thw)
-        kinds = [(grid, bool(slots)) for grid, slots in zip(grids, applied, strict=True)]
-        overdue = [i for i, kind in enumerate(kinds) if kind not in self._graphs and self._overdue(kind)]
-        if overdue:
-            self._capture(kinds[overdue[0]], parts[overdue[0]])
+        kinds = self._graphs_of(grids, applied)
+        if kinds is None:
+            answer = self._eagerly(x, grid_thw)
+        else:
+            images = zip(kinds, *self._split(kinds, x, applied), strict=True)
+            answer = torch.cat([self._replay(*own) for own in images])
+        if kinds is None or len(kinds) > 1:
+            self._count(x, grids, applied, was_eager=kinds is None)
         return answer
 
-    def _eagerly(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+    def _eagerly(self, x: torch.Tensor, grid_thw: Any) -> torch.Tensor:
         if self.adapters is not None:
             self.adapters.route()
-        return self._eager(x, grid_thw)
+        answer: torch.Tensor = self._eager(x) if grid_thw is None else self._eager(x, grid_thw)
+        return answer
 
-    def capture_wanted(self) -> bool:
-        """Capture one of the sizes that are wanted, if any is; to be called when nothing runs."""
-        while self._wanted and self.limit:
-            kind = next(iter(self._wanted))
-            del self._wanted[kind]
-            if kind not in self._graphs:
-                self._capture(kind, self._pixels(kind[0]))
-                return True
-        return False
+    def _patches(self, grids: Sequence[Grid]) -> int:
+        return sum(self.structure.rows(grid)[0] for grid in grids)
 
-    def _pixels(self, grid: Grid) -> torch.Tensor:
-        """Patches of an image of this size, no two alike; drawn from no generator, which sampling may share."""
-        patches, width = math.prod(grid), self.encoder.patch_embed.proj.weight[0].numel()
-        pixels = torch.linspace(-1, 1, patches * width, device=self.encoder.device)
-        return pixels.view(patches, width).to(self.encoder.dtype)
+    # Which graphs serve a call
 
-    def serves(self, grids: Sequence[Sequence[int]], applied: Sequence[Slots]) -> bool:
-        """Whether images of these grids, which apply this, replay their graphs when they are encoded together."""
-        kinds = [(tuple(grid), bool(slots)) for grid, slots in zip(grids, applied, strict=True)]
-        known = self.limit > 0 and all(kind in self._graphs for kind in kinds)
-        return known and len(grids) <= MAX_TOGETHER and sum(t * h * w for t, h, w in grids) <= MAX_PATCHES
+    def serves(self, grids: Sequence[Grid], applied: Sequence[Slots]) -> bool:
+        """Whether images of these sizes, which apply this, replay graphs when they are encoded together."""
+        return self._patches(grids) <= MAX_PATCHES and self._graphs_of(grids, applied) is not None
 
     def serves_items(self, items: Sequence[MultimodalDataItem]) -> bool:
-        """Whether these images, of one grid each, would replay their graphs now."""
-        applied = self.adapters.applied_by(items) if self.adapters is not None else [()] * len(items)
-        grids = [grid for item in items for grid in item.model_specific_data["image_grid_thw"].tolist()]
-        return applied is not None and len(grids) == len(items) and self.serves(grids, applied)
+        """Whether the images of these items would replay graphs now."""
+        grids = [self.structure.grids_of(item) for item in items]
+        if not all(grids):
+            return False
+        every = [grid for own in grids for grid in own]
+        applied = self.adapters.applied_by(items) if self.adapters is not None else [()] * len(every)
+        return applied is not None and self.serves(every, applied)
 
-    def forget_adapted(self) -> None:
-        """Drop the graphs that read adapters."""
-        for held in (self._graphs, self._wanted):
-            for kind in [kind for kind in held if kind[1]]:
-                del held[kind]
+    def _graphs_of(self, grids: Sequence[Grid], applied: Sequence[Slots]) -> list[Kind] | None:
+        """The graphs that a call's images replay, one after the other; ``None``: it runs eagerly."""
+        kinds: list[Kind] = []
+        at = 0
+        while at < len(grids):
+            found = next((kind for kind in _kinds(grids[at:], applied[at:]) if kind in self._graphs), None)
+            if found is None:
+                return None
+            kinds.append(found)
+            at += found[1]
+        if not self._worthwhile(kinds) or not self.limit:
+            return None
+        fits = self.adapters is None or not any(applied) or self.adapters.fit(applied)
+        return kinds if fits else None
 
-    def _replay(self, grid: Grid, x: torch.Tensor, slots: Slots) -> torch.Tensor:
-        kind = grid, bool(slots)
+    def _worthwhile(self, kinds: Sequence[Kind]) -> bool:
+        """Whether graphs of these kinds, one after the other, take less time than an eager run."""
+        cost = sum(max(LEAST, count * self.structure.rows(grid)[0]) for grid, count, _ in kinds)
+        return len(kinds) == 1 or cost <= TOGETHER
+
+    def _split(
+        self, kinds: Sequence[Kind], x: torch.Tensor, applied: Sequence[Slots]
+    ) -> tuple[list[torch.Tensor], list[Sequence[Slots]]]:
+        """The images of each of these graphs, and what they apply."""
+        ends = [0]
+        for _, count, _ in kinds:
+            ends.append(ends[-1] + count)
+        rows = [self.structure.shape(grid, count)[0] for grid, count, _ in kinds]
+        return list(x.split(rows)), [applied[a:b] for a, b in pairwise(ends)]
+
+    def _replay(self, kind: Kind, x: torch.Tensor, applied: Sequence[Slots]) -> torch.Tensor:
         self._graphs.move_to_end(kind)
         self.replays += 1
         graph, tables = self._graphs[kind]
-        if slots and self.adapters is not None:
-            self.adapters.refresh(tables, slots)
+        if kind[2] and self.adapters is not None:
+            self.adapters.refresh(tables, applied)
         return graph(x)
 
-    def state(self) -> dict[str, int]:
-        """Figures for ``/server_info``."""
-        return {"graphs": len(self._graphs), "graph_replays": self.replays}
+    # Which graphs are captured
 
-    def _overdue(self, kind: Kind) -> bool:
-        """Count an image of a size without a graph, and want one of sizes that keep coming."""
-        if kind[1] and not self._adapted:
-            return False
-        count = self._seen.pop(kind, 0) + 1
-        self._seen[kind] = count
-        if len(self._seen) > REMEMBERED:
-            forgotten, _ = self._seen.popitem(last=False)
-            self._wanted.pop(forgotten, None)
-        if count >= AFTER:
-            self._wanted[kind] = None
-        return count >= OVERDUE
+    def _count(self, x: torch.Tensor, grids: Sequence[Grid], applied: Sequence[Slots], was_eager: bool) -> None:
+        """Count the kinds of a call's images that have no graph, and want one of those that keep coming."""
+        places = [list(same) for _, same in groupby(range(len(grids)), key=lambda place: grids[place])]
+        found = [(_kind(grids, applied, own), own[0]) for own in places if len(own) > 1]
+        singles = [(_kind(grids, applied, [place]), place) for place in range(len(grids))]
+        if was_eager and self._worthwhile([kind for kind, _ in singles]):
+            found += singles
+        missing = [(kind, place) for kind, place in found if kind not in self._graphs]
+        overdue = [(kind, place) for kind, place in missing if self._demand.came(kind) and was_eager]
+        if overdue:
+            kind, place = overdue[0]
+            begin = sum(self.structure.shape(grid, 1)[0] for grid in grids[:place])
+            self._capture(kind, x[begin : begin + self.structure.shape(*kind[:2])[0]])
+
+    def capture_wanted(self) -> bool:
+        """Capture one of the kinds that are wanted, if any is; to be called when nothing runs."""
+        while self.limit and (kind := self._demand.pop()) is not None:
+            if kind not in self._graphs:
+                self._capture(kind, self._pixels(*kind[:2]))
+                return True
+        return False
+
+    def _pixels(self, grid: Grid, count: int) -> torch.Tensor:
+        """So many images of this size, no two pixels alike; drawn from no generator, which sampling may share."""
+        shape = self.structure.shape(grid, count)
+        pixels = torch.linspace(-1, 1, math.prod(shape), device=self.structure.device)
+        return pixels.view(shape).to(self.structure.dtype)
 
     def _capture(self, kind: Kind, x: torch.Tensor) -> None:
         """Keep a graph for images of this kind, if it is seen to give what the eager run gives.
 
         Args:
-            x: patches of one.
+            x: such images.
         """
-        (grid, adapted), tables = kind, None
-        self._wanted.pop(kind, None)
+        (grid, count, adapted), tables = kind, None
+        self._demand.wanted.pop(kind, None)
         try:
             with ExitStack() as stack:
                 if self.adapters is not None:
                     if adapted:
-                        tables = self.adapters.tables(x.shape[0])
-                        self.adapters.refresh(tables, ())
+                        patches, tokens = self.structure.rows(grid)
+                        tables = self.adapters.tables((count * patches, count * tokens))
+                        self.adapters.refresh(tables, [()] * count)
                     stack.enter_context(self.adapters.reading(tables))
-                grid_thw = torch.tensor([grid])
-                answer, calls = self._noted(x, grid_thw)
+                answer, parts = parts_of(self.structure, self._eager, x, grid, count)
                 if self._pool is None:
                     self._pool = torch.cuda.graph_pool_handle()
-                graph = _Graph(self.encoder, x, grid_thw, calls, self._pool)
+                graph = _Graph(parts, x, self._pool)
             reason = None if torch.equal(graph(x), answer) else "a replay differs from the eager run"
-        except RuntimeError as error:  # out of memory, or an operation that cannot be captured
+        except Exception as error:  # out of memory, an operation that cannot be captured, or an encoder that changed
             reason = str(error)
         if reason is not None:
-            self._give_up(reason, adapted)
+            self._give_up(reason, count > 1, adapted)
             return
         self._graphs[kind] = graph, tables
-        if len(self._graphs) > self.limit:
-            out, _ = self._graphs.popitem(last=False)
-            self._seen.pop(out, None)  # or a size too many would be captured each time it comes
+        several = [held for held in self._graphs if held[1] > 1]  # the least recently used one first
+        too_many = len(several) > max(1, self.limit // 2)
+        if too_many or len(self._graphs) > self.limit:
+            out = several[0] if too_many else next(iter(self._graphs))
+            del self._graphs[out]
+            self._demand.left(out)
 
-    def _noted(self, x: torch.Tensor, grid_thw: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, object]]]:
-        """An eager run, and what its blocks were given."""
-        calls: list[dict[str, object]] = []
-
-        def noted(block: Any, *args: object, **given: object) -> torch.Tensor:
-            calls.append(given)
-            return block(*args, **given)
-
-        with ExitStack() as stack:
-            for block in self.encoder.blocks:
-                forward = partial(noted, block.forward)
-                stack.enter_context(seams.swapped("Qwen2_5_VisionBlock.forward", block, "forward", forward))
-            return self._eager(x, grid_thw), calls
-
-    def _give_up(self, reason: str, adapted: bool) -> None:
-        logger.warning("no graphs of the image encoder%s: %s", " with adapters" if adapted else "", reason)
-        if adapted:
-            self._adapted = False
+    def _give_up(self, reason: str, several: bool, adapted: bool) -> None:
+        what = " of several images" * several + " with adapters" * adapted
+        logger.warning("no graphs of the image encoder%s: %s", what, reason)
+        if several or adapted:
+            self._demand.give_up(several, adapted)
         else:
             self.limit = 0
 
+    def forget_adapted(self) -> None:
+        """Drop the graphs that read adapters."""
+        for held in (self._graphs, self._demand.wanted):
+            for kind in [kind for kind in held if kind[2]]:
+                del held[kind]
+
+    def state(self) -> dict[str, int]:
+        """Figures for ``/server_info``."""
+        return {"graphs": len(self._graphs), "graph_replays": self.replays}
+
+
+def _kind(grids: Sequence[Grid], applied: Sequence[Slots], places: Sequence[int]) -> Kind:
+    """Of images of one size, at these places of a call."""
+    return grids[places[0]], len(places), any(applied[place] for place in places)
+
+
+def _kinds(grids: Sequence[Grid], applied: Sequence[Slots]) -> Iterator[Kind]:
+    """The graphs that may serve the first images of a call, those of most images first."""
+    alike = len(list(takewhile(lambda grid: grid == grids[0], grids)))
+    return (_kind(grids, applied, range(count)) for count in range(alike, 0, -1))
+
 
 class _Graph:
-    """The encoder captured for one grid: patches in, embeddings out."""
+    """Images in, embeddings out."""
 
-    def __init__(
-        self,
-        encoder: Qwen2_5_VisionTransformer,
-        x: torch.Tensor,
-        grid_thw: torch.Tensor,
-        calls: list[dict[str, object]],
-        pool: Any,
-    ) -> None:
-        window, _ = encoder.get_window_index(grid_thw)
-        window = window.to(encoder.device)
-        back = torch.argsort(window)
-        unit = encoder.spatial_merge_unit
-        self._x = x.to(device=encoder.device, dtype=encoder.dtype, copy=True)
-        self._constants = (window, back, calls)  # a graph holds addresses, not tensors
+    def __init__(self, parts: Parts, x: torch.Tensor, pool: Any) -> None:
+        self._x = x.to(device=parts.structure.device, dtype=parts.structure.dtype, copy=True)
+        self._parts = parts  # a graph holds addresses, not tensors
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            hidden = encoder.patch_embed(self._x)
-            rows = hidden.shape[0]
-            hidden = hidden.reshape(rows // unit, unit, -1)[window].reshape(rows, 1, -1)
-            for block, given in zip(encoder.blocks, calls, strict=True):
-                hidden = block(hidden, **given)
-            self._out = encoder.merger(hidden)[back]
+            self._out = parts(self._x)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self._x.copy_(x)
@@ -272,23 +293,29 @@ class _Graph:
         return self._out.clone()
 
 
-def known_encoder(model: object) -> Qwen2_5_VisionTransformer | str:
-    """A model's image encoder if it is of ``ENCODER``'s class, on CUDA; else why not, in words."""
-    encoder: Any = getattr(model, "visual", None)
-    if not _sgl.is_a(encoder, ENCODER):
-        return f"its image encoder is no {ENCODER}"
-    return encoder if encoder.device.type == "cuda" else "its image encoder is not on a GPU"
+def of_patches(runner: Any) -> Places:
+    """What stands in the place of the encoder of a model runner that is given patches."""
+    return _graphs(runner, Patches, "its images are not cut into patches")
 
 
-def graphs(runner: Any) -> Places:
-    """What stands in the place of the image encoder of a model runner; it becomes the runner's ``vision_graphs``."""
-    encoder = known_encoder(runner.model)
-    if isinstance(encoder, str):
-        return encoder
+def of_tiles(runner: Any) -> Places:
+    """What stands in the place of the method of a model that encodes whole images, or tiles."""
+    return _graphs(runner, Tiles, "its images are cut into patches")
+
+
+def _graphs(runner: Any, kind: type, otherwise: str) -> Places:
+    """It becomes the runner's ``vision_graphs``."""
+    structure = known_structure(runner.model)
+    if isinstance(structure, str):
+        return structure
+    if not isinstance(structure, kind):
+        return otherwise
     limit = VLoraArgs.from_environment().vision_graphs
     if limit < 1 or runner.server_args.disable_cuda_graph:
         return "--vlora-vision-graphs 0" if limit < 1 else "--disable-cuda-graph"
     if runner.server_args.tp_size > 1:
         return "tensor-parallel ranks would have to capture their reductions together"
-    runner.vision_graphs = VisionGraphs(encoder, limit, COMMON)
-    return [Place(encoder, "forward", runner.vision_graphs)]
+    if _sgl.envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get():
+        return "SGLang has graphs of its own (SGLANG_VIT_ENABLE_CUDA_GRAPH)"
+    runner.vision_graphs = VisionGraphs(structure, limit, structure.common())
+    return [Place(structure.owner, structure.method, runner.vision_graphs)]

@@ -1,4 +1,4 @@
-"""Two layers of Qwen2.5-VL's image encoder, in fewer and faster kernels than the model's code asks for.
+"""Two layers of image encoders, in fewer and faster kernels than the models' code asks for.
 
 Patches do not overlap, so their embedding is a matrix product, which cuDNN's 3D convolution computes at a twentieth
 of the speed. Attention goes to torch's variable-length flash attention where SGLang takes its Triton kernel (which it
@@ -7,12 +7,16 @@ k and v where the projection left them, which SGLang copies out. q and k are rot
 is compiled by Inductor when the first image comes, and again when one of another size does, for seconds. The
 arithmetic stays the model's: sums and angles in float32, rounded once. Of an image of 4,096 patches the embedding
 takes 20 us instead of 545, a full attention 333 instead of 560, a windowed one 28 instead of 51, and the rotation 10
-instead of 73 with the copies before it (H200, bfloat16, 2026-11-29; FlashAttention 3 was not measured).
+instead of 73 with the copies before it (Qwen2.5-VL, H200, bfloat16, 2026-11-29; FlashAttention 3 was not measured).
+
+CLIP's blocks are told no lengths, which SGLang's attention therefore makes anew in each of them, and waits for the
+device to know the longest; here they are made once for every number of images.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -21,7 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from vlora_sgl._sgl_types import ModelRunner, VisionAttention
 from vlora_sgl.kernels.rotary import rotate_
-from vlora_sgl.multimodal.vision_graphs import known_encoder
+from vlora_sgl.multimodal.vision_families import known_structure
 from vlora_sgl.seams import Place, Places
 
 Rows = torch.Tensor
@@ -65,50 +69,98 @@ class PatchEmbedding:
         return F.linear(patches.view(-1, weight.shape[1]).to(weight.dtype), weight, self.proj.bias)
 
 
+class Lengths:
+    """SGLang's metadata of sequences of one length, for blocks that are given none.
+
+    They stay: a graph of the encoder holds their addresses.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Any] = {}
+
+    def of(self, x: torch.Tensor) -> Any:
+        """Of x [images, S, hidden]."""
+        count, length, _ = x.shape
+        if (count, length) not in self._known:
+            bounds = torch.arange(count + 1, dtype=torch.int32, device=x.device) * length
+            self._known[count, length] = SimpleNamespace(cu_seqlens=bounds, max_seqlen=length)
+        return self._known[count, length]
+
+
 class Attention:
     """Stands in the place of ``VisionAttention.forward``.
 
     Args:
-        layer: SGLang's, with stacked projections and as many key heads as query heads.
+        layer: SGLang's, which ``why_not`` has nothing against.
+        lengths: of sequences that the layer is not told.
     """
 
-    def __init__(self, layer: VisionAttention) -> None:
-        self.layer, self.attend = layer, ATTENDS[layer.qkv_backend_name]
+    def __init__(self, layer: VisionAttention, lengths: Lengths) -> None:
+        self.layer, self.attend, self.lengths = layer, ATTENDS[layer.qkv_backend_name], lengths
 
     def __call__(
         self,
         x: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        forward_metadata: Any,
-        output_ws: object = None,
+        cu_seqlens: object = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotary_pos_emb_cos: torch.Tensor | None = None,
+        rotary_pos_emb_sin: torch.Tensor | None = None,
+        attention_mask: None = None,
+        forward_metadata: Any = None,
+        **unused: object,
     ) -> torch.Tensor:
-        """As the layer: [1, S, hidden] of x [1, S, hidden], sequences as ``forward_metadata`` has them."""
+        """As the layer: [B, S, hidden] of x [B, S, hidden], sequences as ``forward_metadata`` has them.
+
+        Args:
+            position_embeddings: cosine and sine [S, width], or those by name [S, width / 2]; without, nothing turns.
+            unused: workspaces and lengths of other backends.
+        """
         layer = self.layer
         heads, width = layer.num_attention_heads_per_partition, layer.head_size
         qkv, _ = layer.qkv_proj(x)
         rows = qkv.view(-1, 3 * heads * width)
-        rotate_(rows, *position_embeddings, heads=2 * heads)
+        cos, sin = position_embeddings or (rotary_pos_emb_cos, rotary_pos_emb_sin)
+        if cos is not None and sin is not None:
+            rotate_(rows, cos, sin, heads=2 * heads, width=width)
         q, k, v = rows.view(-1, 3, heads, width).unbind(1)
-        out = self.attend(layer, q, k, v, forward_metadata)
+        out = self.attend(layer, q, k, v, self.lengths.of(x) if forward_metadata is None else forward_metadata)
         answer: torch.Tensor = layer.proj(out.view(*x.shape[:2], heads * width))[0]
         return answer
 
 
+def why_not(layer: VisionAttention) -> str | None:
+    """Why ``Attention`` does not compute what a layer does, or ``None`` if it does."""
+    if layer.qkv_backend_name not in ATTENDS:
+        return f"is not {' or '.join(ATTENDS)}"
+    if not layer.use_qkv_parallel:
+        return "has q, k and v of a head beside each other"
+    if layer.num_attention_heads_per_partition != layer.num_attention_kv_heads_per_partition:
+        return "has several heads of q for one of k"
+    if layer.qk_normalization or layer.qk_normalization_by_head_size:
+        return "normalises q and k, which are copied out for that"
+    if layer.customized_position_embedding_applier is not None or layer.sinks is not None:
+        return "has positions of its own, or sinks"
+    return None
+
+
 def patch_embeddings(runner: ModelRunner) -> Places:
     """What stands in the place of the patch embedding of a model runner's image encoder."""
-    encoder = known_encoder(runner.model)
-    if isinstance(encoder, str):
-        return encoder
-    return [Place(encoder.patch_embed, "forward", PatchEmbedding(encoder.patch_embed))]
+    structure = known_structure(runner.model)
+    if isinstance(structure, str):
+        return structure
+    if structure.patch_embed is None:
+        return "its images are not cut into patches before they come: a convolution in two dimensions does that"
+    return [Place(structure.patch_embed, "forward", PatchEmbedding(structure.patch_embed))]
 
 
 def attentions(runner: ModelRunner) -> Places:
     """What stands in the place of the attentions of a model runner's image encoder."""
-    encoder = known_encoder(runner.model)
-    if isinstance(encoder, str):
-        return encoder
-    layers = [block.attn for block in encoder.blocks if block.attn.qkv_backend_name in ATTENDS]
-    if not layers or encoder.dtype not in (torch.float16, torch.bfloat16):
-        return f"the encoder's attention is not {' or '.join(ATTENDS)} in 16 bits"
-    return [Place(layer, "forward", Attention(layer)) for layer in layers]
+    structure = known_structure(runner.model)
+    if isinstance(structure, str):
+        return structure
+    if structure.dtype not in (torch.float16, torch.bfloat16):
+        return "the encoder's attention is not in 16 bits"
+    reasons = {layer: why_not(layer) for layer in structure.attentions}
+    lengths = Lengths()
+    places = [Place(layer, "forward", Attention(layer, lengths)) for layer, why in reasons.items() if why is None]
+    return places or f"the encoder's attention {next(iter(reasons.values()))}"
