@@ -25,6 +25,7 @@ from vlora_sgl.lora.checkpoint import AdapterWeights, module_digests, read_adapt
 from vlora_sgl.lora.eight_bits import in_eight_bits
 from vlora_sgl.lora.layout import BaseLayout, is_tower, layer_of
 from vlora_sgl.lora.merge_bound import update_sizes
+from vlora_sgl.lora.reservation import Reservation, Reserve
 from vlora_sgl.lora.stacking import is_embedding, stack
 from vlora_sgl.lora.tower import TowerWeights, tower_of, trained_layout
 from vlora_sgl.lora.vocabulary import as_lora
@@ -51,14 +52,18 @@ class AdapterBuilder:
     no_tower: str | None = None
     eight_bits: bool = False
 
-    def read(self, adapter_id: str, directory: Path) -> LoRAAdapter:
+    def read(self, adapter_id: str, directory: Path, reserve: Reserve | None = None) -> LoRAAdapter:
         """SGLang's ``LoRAAdapter``, the weights stacked, in the engine's dtype; its ``report`` says what was found.
+
+        Args:
+            reserve: makes the memory that the pool packs it in (``PackedPool.reserve``).
 
         Raises:
             AdapterError: the files are wrong, or do not fit the base model.
         """
         layout = engine_layout(self.model)
-        weights = read_adapter(directory, trained_layout(layout, self.model))
+        room = None if reserve is None or self.eight_bits else Reservation(reserve, layout, self.dtype)
+        weights = read_adapter(directory, trained_layout(layout, self.model), room)
         modules = {name: pair for name, pair in weights.modules.items() if not is_tower(name)}
         content = {name: one for name, one in weights.digests.items() if not is_tower(name)}
         if weights.token_rows:
@@ -77,6 +82,7 @@ class AdapterBuilder:
         )
         config.path = weights.report.path
         adapter = _sgl.LoRAAdapter(adapter_id, config, self.hf_config, self.load_config, self.backend)
+        adapter.reserved = None if room is None else room.packed
         adapter.scaling = stacked.scale
         adapter.report, adapter.content = weights.report, joined(content)
         adapter.update_sizes = update_sizes(stacked, layout)

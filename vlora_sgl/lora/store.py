@@ -23,6 +23,7 @@ from vlora_sgl.lora.adapter import AdapterBuilder, content_digest
 from vlora_sgl.lora.experts import is_expert
 from vlora_sgl.lora.packed import Layers, PackedPool
 from vlora_sgl.lora.pool import fits
+from vlora_sgl.lora.reservation import Reserve
 from vlora_sgl.lora.tower import Tower, TowerWeights, tower_of
 from vlora_sgl.lora.vectors import has_vectors
 from vlora_sgl.routed.router_tables import VOTE_BYTES, RouterTables
@@ -120,7 +121,7 @@ class AdapterStore:
 
     def _load_files(self, ref: LoRARef) -> str:
         directory = allowed_directory(ref.lora_path, self._roots if self._pool is not None else ())
-        adapter = self._builder.read(ref.lora_id, directory)
+        adapter = self._builder.read(ref.lora_id, directory, self._reserve())
         self.check(adapter.config, ref)
         self._check_form(adapter)
         description = read_description(directory)
@@ -130,6 +131,13 @@ class AdapterStore:
         self.describe(adapter, description, heads)
         self._configs[ref.lora_id], self._adapters[ref.lora_id] = adapter.config, adapter
         return str(adapter.report)
+
+    def _reserve(self) -> Reserve | None:
+        """What makes the memory that adapters are read to; ``None`` while nobody packs them."""
+        pool = self._pool
+        if pool is None or not pool.packs:
+            return None
+        return lambda names, rank: pool.reserve(names, rank, self._modules)
 
     def describe(
         self,
