@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class AdapterBuilder:
         Raises:
             AdapterError: the files are wrong, or do not fit the base model.
         """
-        layout = engine_layout(self.model)
+        layout = self.layout
         room = None if reserve is None or self.eight_bits else Reservation(reserve, layout, self.dtype)
         weights = read_adapter(directory, trained_layout(layout, self.model), room)
         modules = {name: pair for name, pair in weights.modules.items() if not is_tower(name)}
@@ -97,6 +98,11 @@ class AdapterBuilder:
                 assert layer is not None
                 adapter.layers[layer].weights[name] = tensor
         return adapter
+
+    @cached_property
+    def layout(self) -> BaseLayout:
+        """The engine's: whatever wraps its modules, their names and sizes stay."""
+        return engine_layout(self.model)
 
     def _tower(self, weights: AdapterWeights, layout: BaseLayout) -> TowerWeights | None:
         modules = {name: pair for name, pair in weights.modules.items() if is_tower(name)}

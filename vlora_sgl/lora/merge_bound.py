@@ -85,8 +85,8 @@ def update_sizes(adapter: StackedAdapter, layout: BaseLayout) -> dict[str, tuple
         owners += batch.owners
         a += _portions(batch.a)
         b += _portions(batch.b)
-    found = each(_gram_of_rows, a), each(_gram_of_columns, b)
-    sides = [[torch.cat(of) for of in zip(*some, strict=True)] for some in found]
+    found = each(lambda factors: _gram(*factors), [(one, side) for side, some in (("A", a), ("B", b)) for one in some])
+    sides = [[torch.cat(of) for of in zip(*some, strict=True)] for some in (found[: len(a)], found[len(a) :])]
     at_once = max(1, TOGETHER // 16 // adapter.rank**2)  # eight bytes each, a few times over
     portions = [*zip(*(of.split(at_once) for side in sides for of in side), strict=True)]
     sizes = chain.from_iterable(each(lambda portion: _sizes(portion, abs(adapter.scale)), portions))
@@ -141,17 +141,14 @@ def _portions(factors: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from some.split(max(1, TOGETHER // some[0, 0].numel()), 1) if of_module > TOGETHER else (some,)
 
 
-def _gram_of_rows(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _gram(factors.float().flatten(0, 1))
+def _gram(factors: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of rows of A [modules, slices, r, K], or columns of B [modules, slices, N, r]: a number for each, [U, r], and
+    their products divided by theirs, [U, r, r], float32.
 
-
-def _gram_of_columns(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _gram(factors.float().flatten(0, 1).mT)  # turned behind the copy, which then follows the memory
-
-
-def _gram(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of factors [U, r, n] float32: a number for each row, [U, r], and the products of the rows divided by theirs,
-    [U, r, r]. The numbers are 1, or the rows' largest elements where squares might leave float32."""
+    The numbers are 1, or the largest elements where squares might leave float32.
+    """
+    factors = factors.float().flatten(0, 1)
+    factors = factors if side == "A" else factors.mT  # turned behind the copy, which then follows the memory
     products = factors @ factors.mT
     least, most = torch.aminmax(products.diagonal(dim1=1, dim2=2))
     if least > SQUARES[0] and most < SQUARES[1]:
