@@ -414,6 +414,7 @@ class LoRAAdapter(Protocol):
     embedding_layers: MutableMapping[str, torch.Tensor]
     added_tokens_embeddings: MutableMapping[str, torch.Tensor]
     packed: Any
+    reserved: Any
     report: Any
     content: str
     tower: Any

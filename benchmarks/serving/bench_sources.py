@@ -150,6 +150,7 @@ def push(args: argparse.Namespace) -> None:
         copies = copy_seconds(size)
         print(f"{size / 1e6:.0f} MB: host copy and pinned copy to the device {1e3 * copies:.1f} ms", flush=True)
         flags = ["--vlora-adapter-root", str(trainer), "--max-loras-per-batch", "3", "--max-lora-rank", "64"]
+        flags += ["--log-level", "info"]  # what a load's parts took is said there
         flags += ["--cuda-graph-bs-prefill", "64", "--cuda-graph-bs-decode", "1"] if torch.cuda.is_available() else []
         flags += [] if args.tiny else ["--load-format", "dummy"]
         server = stack.enter_context(serve(TinyModel(model, {"policy": contents[0]}), root / "log.txt", *flags))
@@ -172,9 +173,18 @@ def push(args: argparse.Namespace) -> None:
                     f"{way}: answered after {1e3 * answered:.1f} ms, used after {1e3 * taken[-1]:.1f} ms", flush=True
                 )
             ratio = statistics.median(taken) / copies
-            print(f"{way}: {ratio:.2f} times the copies", flush=True)
+            print(f"{way}: {ratio:.2f} times the copies; the server's log of the last push:", flush=True)
+            print_last_load(root / "log.txt")
             if way == "shared memory" and not args.tiny:
                 record("sources.push_over_copy", ratio, "ratio", False, summary=args.summary)
+
+
+def print_last_load(log: Path) -> None:
+    """Where the time of the last push went, as far as the server says."""
+    lines = log.read_text(errors="replace").splitlines()
+    for said in ("an adapter's files came in", "was loaded: "):
+        found = [line[line.index(said) :] for line in lines if said in line]
+        print("   ", found[-1] if found else f"nothing of {said!r}", flush=True)
 
 
 def copy_seconds(size: int) -> float:

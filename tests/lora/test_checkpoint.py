@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.lora_adapters import FAMILIES, TEXT, tiny_adapter, tiny_config, tiny_model
 from vlora_sgl.errors import AdapterError
-from vlora_sgl.lora.checkpoint import AdapterWeights, read_adapter, tensors_of
+from vlora_sgl.lora.checkpoint import AdapterWeights, read_adapter, weight_files
 from vlora_sgl.lora.layout import BaseLayout, canonical_name, is_tower
+from vlora_sgl.lora.weight_files import read_tensors
 
 WEIGHTS = "adapter_model.safetensors"
 LANGUAGE = r".*\blayers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
@@ -637,7 +638,7 @@ def test_one_value_that_is_not_finite_is_refused_wherever_it_is(
 def test_of_many_faults_the_first_in_the_file_is_named(good_adapter: Path, tmp_path: Path) -> None:
     shutil.copytree(good_adapter, tmp_path, dirs_exist_ok=True)
     retensor(tmp_path, change=lambda tensors: [tensor.fill_(torch.nan) for tensor in tensors.values()])
-    first = next(iter(dict(tensors_of(tmp_path))))
+    first = next(iter(read_tensors(weight_files(tmp_path)).tensors))
     for _ in range(5):
         with pytest.raises(AdapterError, match=f"^{re.escape(first)}: "):
             read_adapter(tmp_path, layout_of("qwen2_5_vl"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -478,7 +477,7 @@ def test_files_that_came_in_a_request_go_with_their_last_version(tmp_path: Path,
 
     async def scenario() -> None:
         front = Numbered(limit=1)
-        paths = [front.adapters.uploads.keep({"adapter_config.json": io.BytesIO(b"{}")}) for _ in range(4)]
+        paths = [front.adapters.uploads.begin() for _ in range(4)]
         there = lambda: [Path(path).exists() for path in paths]  # noqa: E731
         await front.load("a", path=paths[0])
         request = await front.begin("a")

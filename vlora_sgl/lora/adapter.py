@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from vlora_sgl.heads.store import AdapterDescription
 from vlora_sgl.lora.bulk import digests, joined
 from vlora_sgl.lora.checkpoint import AdapterWeights, module_digests, read_adapter
 from vlora_sgl.lora.eight_bits import in_eight_bits
+from vlora_sgl.lora.laps import Laps
 from vlora_sgl.lora.layout import BaseLayout, is_tower, layer_of
 from vlora_sgl.lora.merge_bound import update_sizes
+from vlora_sgl.lora.reservation import Reservation, Reserve
 from vlora_sgl.lora.stacking import is_embedding, stack
 from vlora_sgl.lora.tower import TowerWeights, tower_of, trained_layout
 from vlora_sgl.lora.vocabulary import as_lora
@@ -51,14 +54,22 @@ class AdapterBuilder:
     no_tower: str | None = None
     eight_bits: bool = False
 
-    def read(self, adapter_id: str, directory: Path) -> LoRAAdapter:
+    def read(
+        self, adapter_id: str, directory: Path, reserve: Reserve | None = None, laps: Laps | None = None
+    ) -> LoRAAdapter:
         """SGLang's ``LoRAAdapter``, the weights stacked, in the engine's dtype; its ``report`` says what was found.
+
+        Args:
+            reserve: makes the memory that the pool packs it in (``PackedPool.reserve``).
+            laps: is told what takes how long.
 
         Raises:
             AdapterError: the files are wrong, or do not fit the base model.
         """
-        layout = engine_layout(self.model)
-        weights = read_adapter(directory, trained_layout(layout, self.model))
+        laps, layout = laps or Laps(), self.layout
+        room = None if reserve is None or self.eight_bits else Reservation(reserve, layout, self.dtype)
+        weights = read_adapter(directory, trained_layout(layout, self.model), room)
+        laps.end("read, digested and checked")
         modules = {name: pair for name, pair in weights.modules.items() if not is_tower(name)}
         content = {name: one for name, one in weights.digests.items() if not is_tower(name)}
         if weights.token_rows:
@@ -67,6 +78,7 @@ class AdapterBuilder:
         stacked, lost = stack(modules, layout, self.dtype, weights.biases), None
         if self.eight_bits:
             stacked, lost = in_eight_bits(stacked, layout)
+        laps.end("stacked")
         config = _sgl.LoRAConfig.from_dict(
             {
                 "peft_type": "LORA",
@@ -77,9 +89,11 @@ class AdapterBuilder:
         )
         config.path = weights.report.path
         adapter = _sgl.LoRAAdapter(adapter_id, config, self.hf_config, self.load_config, self.backend)
+        adapter.reserved = None if room is None else room.packed
         adapter.scaling = stacked.scale
         adapter.report, adapter.content = weights.report, joined(content)
         adapter.update_sizes = update_sizes(stacked, layout)
+        laps.end("measured")
         adapter.output_vectors, adapter.form = stacked.vectors, weights.form
         adapter.vectors, adapter.unmergeable, adapter.weights_loss = None, None, lost
         adapter.tower = self._tower(weights, layout)
@@ -91,6 +105,11 @@ class AdapterBuilder:
                 assert layer is not None
                 adapter.layers[layer].weights[name] = tensor
         return adapter
+
+    @cached_property
+    def layout(self) -> BaseLayout:
+        """The engine's: whatever wraps its modules, their names and sizes stay."""
+        return engine_layout(self.model)
 
     def _tower(self, weights: AdapterWeights, layout: BaseLayout) -> TowerWeights | None:
         modules = {name: pair for name, pair in weights.modules.items() if is_tower(name)}

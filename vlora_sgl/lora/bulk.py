@@ -76,25 +76,63 @@ def _one_thread_an_operation() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def one_matrix(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Matrices as the rows of one, where they lie so in memory already; a view."""
+    first = parts[0]
+    storage, after = first.untyped_storage().data_ptr(), first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != after or part.untyped_storage().data_ptr() != storage or not part.is_contiguous():
+            return None
+        after += part.nbytes
+    rows = sum(part.shape[0] for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride()) if len(parts) > 1 else first
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite. A sum that is finite says so in one reading; one may overflow, too."""
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
-def digest(tensors: Mapping[str, torch.Tensor | None]) -> str:
-    """Digest of some tensors: of their labels, types, shapes and bytes. Those that are ``None`` do not count."""
+Contents = Mapping[tuple[object, ...], str]
+"""SHA-256 of the bytes of tensors, by ``place``."""
+
+
+def content(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
     # Of the functions that nobody can find two contents for, it is the one that processors have instructions for.
-    found = hashlib.sha256()
-    for label, tensor in tensors.items():
-        if tensor is not None:
-            found.update(f"{json.dumps(label)} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def digests(named: Mapping[str, Mapping[str, torch.Tensor | None]]) -> dict[str, str]:
+def place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor's bytes lie: two that are alive and have this in common have the same."""
+    lies = True if tensor.is_contiguous() else (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return tensor.data_ptr(), tensor.nbytes, lies
+
+
+def digest(tensors: Mapping[str, torch.Tensor | None], contents: Contents | None = None) -> str:
+    """Digest of some tensors: of their labels, types, shapes and bytes. Those that are ``None`` do not count.
+
+    Args:
+        contents: of those that are known.
+    """
+    known = contents or {}
+    parts = [
+        (label, str(tensor.dtype), tuple(tensor.shape), known.get(place(tensor)) or content(tensor))
+        for label, tensor in tensors.items()
+        if tensor is not None
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def digests(
+    named: Mapping[str, Mapping[str, torch.Tensor | None]], contents: Contents | None = None
+) -> dict[str, str]:
     """``digest`` of the tensors of each name, by name."""
-    return dict(zip(named, each(digest, list(named.values())), strict=True))
+    known = dict(contents or {})
+    tensors = [one for some in named.values() for one in some.values() if one is not None]
+    new = {where: one for one in tensors if (where := place(one)) not in known}
+    known.update(zip(new, each(content, list(new.values())), strict=True))
+    return {name: digest(some, known) for name, some in named.items()}
 
 
 def joined(digests: Mapping[str, str]) -> str:

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.files import check_regular, is_there, read_json
 from vlora_sgl.heads.saved import without_wrappers
 from vlora_sgl.lora.access import allowed_directory
-from vlora_sgl.lora.bulk import digest, digests, each, is_finite, joined
+from vlora_sgl.lora.bulk import Contents, digest, digests, joined, place
 from vlora_sgl.lora.experts import factors_of_experts, is_fused, is_router, parameter_of
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout, canonical_name, is_tower, kind_of, layer_of
 from vlora_sgl.lora.load_report import LoadReport, count
 from vlora_sgl.lora.peft_config import PeftLoraConfig
 from vlora_sgl.lora.token_rows import KEY as TOKEN_ROWS
 from vlora_sgl.lora.token_rows import TokenRows, token_rows
+from vlora_sgl.lora.weight_files import Room, SavedTensors, read_tensors
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = WEIGHTS_NAME + ".index.json"
@@ -39,7 +39,6 @@ _LORA_BIAS_KEY = re.compile(r"^(?P<path>.+?)\.lora_B(?:\.[^.]+)?\.bias$")
 # The whole layer PEFT saves beside an adapter that is a head on the last hidden state (vlora_sgl/heads/saved.py).
 _HEAD = "score"
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SAMPLES = 3
 _MERGE = "merge it into the base model (PEFT: merge_and_unload) and serve the result as a model of its own"
 
@@ -106,12 +105,13 @@ class AdapterWeights:
         return "biases of B" if any(pair.bias is not None for pair in self.modules.values()) else None
 
 
-def read_adapter(directory: str | Path, layout: BaseLayout | None = None) -> AdapterWeights:
+def read_adapter(directory: str | Path, layout: BaseLayout | None = None, room: Room | None = None) -> AdapterWeights:
     """Reads the adapter in ``directory`` and checks it against a base model.
 
     Args:
         directory: holds ``adapter_config.json`` and safetensors, one file or shards.
         layout: the base model; without it shapes and depth are not checked and stacked projections stay stacked.
+        room: where tensors are read to, if it matters.
 
     Raises:
         AdapterError: the adapter cannot be served as it is; the message names the option or tensor.
@@ -119,7 +119,7 @@ def read_adapter(directory: str | Path, layout: BaseLayout | None = None) -> Ada
     directory = Path(directory)
     config = PeftLoraConfig.read(directory)
     _refuse_added_tokens(directory, layout)
-    return assemble(dict(tensors_of(directory)), config, str(directory), layout)
+    return assemble(read_tensors(weight_files(directory), room), config, str(directory), layout)
 
 
 def check_files(directory: str) -> None:
@@ -134,7 +134,7 @@ def check_files(directory: str) -> None:
 
 
 def assemble(
-    tensors: Mapping[str, torch.Tensor], config: PeftLoraConfig, source: str, layout: BaseLayout | None = None
+    read: SavedTensors, config: PeftLoraConfig, source: str, layout: BaseLayout | None = None
 ) -> AdapterWeights:
     """Sorts an adapter's tensors into modules; the part of :func:`read_adapter` that touches no file.
 
@@ -146,17 +146,18 @@ def assemble(
     saved: dict[str, torch.Tensor] = {}
     notes: list[str] = []
     unknown: list[str] = []
-    tensors = _unwrapped(tensors)
+    spoiled = {without_wrappers(key) for key in read.spoiled}
+    contents = {place(tensor): read.contents[key] for key, tensor in read.tensors.items()}
+    tensors = _unwrapped(read.tensors)
     new_rows = {key: tensor for key, tensor in tensors.items() if TOKEN_ROWS.match(key)}
     rows = token_rows(new_rows, config.raw, layout)
     notes += [f"trainable_token_indices: {len(new.ids)} rows of {layer} are its own" for layer, new in rows.items()]
-    faults = each(_fault, list(tensors.values()))
-    for (key, tensor), fault in zip(tensors.items(), faults, strict=True):
-        if fault is not None:
-            raise AdapterError(f"{key}: {fault}")
+    for key, tensor in tensors.items():
+        if key in spoiled:
+            raise AdapterError(f"{key}: holds NaN or infinite values")
         if key in new_rows:
             continue
-        path, side = _place(key)
+        path, side = module_and_side(key)
         if side is not None:
             if side in sides.setdefault(path, {}):
                 raise AdapterError(f"{key}: a second {side} for the same module")
@@ -197,11 +198,13 @@ def assemble(
         notes.append("every B is zero: the adapter changes nothing")
     notes += [*_explained(modules, biases), *config.explained()]
 
-    of_modules = module_digests(modules, biases)
+    of_modules = module_digests(modules, biases, contents)
     more = {**saved, **{f"{name} {new.ids}": new.rows for name, new in rows.items()}}
     report = LoadReport(
         path=source,
-        digest=joined({**of_modules, **{f"{name} whole": digest({"": tensor}) for name, tensor in more.items()}})[:40],
+        digest=joined(
+            {**of_modules, **{f"{name} whole": digest({"": tensor}, contents) for name, tensor in more.items()}}
+        )[:40],
         tensors=sum(map(len, sides.values())),
         modules=count(map(kind_of, modules)),
         layers=len({layer_of(name) for name in modules} - {None}),
@@ -215,7 +218,7 @@ def assemble(
     return AdapterWeights(modules, saved, config, report, rows, biases, of_modules)
 
 
-def _place(key: str) -> tuple[str, str | None]:
+def module_and_side(key: str) -> tuple[str, str | None]:
     """The module that a tensor belongs to, and what it is of its adapter; ``None`` for what is no adapter's."""
     match = _LORA_KEY.match(key)
     if match is not None:
@@ -403,17 +406,6 @@ def _sort_other(
     unknown.append(key)
 
 
-def tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the adapter's safetensors, copied: nothing stays mapped, so the files may be replaced."""
-    for path in weight_files(directory):
-        try:
-            with safe_open(str(path), framework="pt", device="cpu") as file:
-                mapped = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is not a mapping
-        except (SafetensorError, OSError, ValueError) as error:
-            raise AdapterError(f"{path}: not a complete safetensors file: {error}") from None
-        yield from zip(mapped, each(torch.clone, list(mapped.values())), strict=True)
-
-
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors that hold the adapter: the index's shards, the one file PEFT writes, or its numbered shards.
 
@@ -448,13 +440,6 @@ def weight_files(directory: Path) -> list[Path]:
     return paths
 
 
-def _fault(tensor: torch.Tensor) -> str | None:
-    """Why a tensor is no adapter's, or ``None``."""
-    if tensor.dtype not in _DTYPES:
-        return f"dtype {tensor.dtype} is not a floating type adapters come in"
-    return None if is_finite(tensor) else "holds NaN or infinite values"
-
-
 def _refuse_towers(paths: list[str]) -> None:
     if paths:
         raise AdapterError(
@@ -481,16 +466,22 @@ def _refuse_added_tokens(directory: Path, layout: BaseLayout | None) -> None:
 
 
 def module_digests(
-    modules: Mapping[str, LoraPair], biases: Mapping[str, torch.Tensor] | None = None
+    modules: Mapping[str, LoraPair],
+    biases: Mapping[str, torch.Tensor] | None = None,
+    contents: Contents | None = None,
 ) -> dict[str, str]:
-    """Of every module the digest of its factors, their scale, and what else an adapter has for its outputs."""
+    """Of every module the digest of its factors, their scale, and what else an adapter has for its outputs.
+
+    Args:
+        contents: of the tensors, where they are known.
+    """
     found: dict[str, dict[str, torch.Tensor | None]] = {
         name: {f"A {pair.scale!r}": pair.a, "B": pair.b, "magnitude": pair.magnitude, "bias": pair.bias}
         for name, pair in modules.items()
     }
     for name, bias in (biases or {}).items():
         found.setdefault(name, {})["bias of the base"] = bias
-    return digests(found)
+    return digests(found, contents)
 
 
 def _sample(keys: list[str]) -> str:

@@ -24,8 +24,9 @@ from vlora_sgl.errors import AdapterError, quoted
 from vlora_sgl.files import is_there, read_json
 from vlora_sgl.heads.store import DESCRIPTION_FILE
 from vlora_sgl.heads.store import WEIGHTS_FILE as HEADS_FILE
-from vlora_sgl.lora.checkpoint import WEIGHTS_NAME, read_adapter, tensors_of
+from vlora_sgl.lora.checkpoint import WEIGHTS_NAME, read_adapter, weight_files
 from vlora_sgl.lora.peft_config import CONFIG_NAME, PeftLoraConfig
+from vlora_sgl.lora.weight_files import read_tensors
 
 
 def convert(trained: Path, initial: Path, output: Path) -> None:
@@ -48,7 +49,8 @@ def convert(trained: Path, initial: Path, output: Path) -> None:
                 f"{initial}: {option} is {before.get(option)!r}, of the trained adapter it is {config.get(option)!r}; "
                 "expected the same adapter as it was before training"
             )
-    tensors = _joined(dict(tensors_of(trained)), dict(tensors_of(initial)), initial)
+    after, before = (read_tensors(weight_files(one)).tensors for one in (trained, initial))
+    tensors = _joined(after, before, initial)
     output.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:

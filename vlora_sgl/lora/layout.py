@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,15 +55,20 @@ _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
 
+# Every version of an adapter has the same names, and each is asked about several times.
+_remembered = lru_cache(maxsize=1 << 15)
+
 #: The two linear layers outside the decoder stack that an adapter may target.
 EMBEDDING_MODULES = ("embed_tokens", "lm_head")
 
 
+@_remembered
 def is_tower(path: str) -> bool:
     """Whether ``path`` lies in a vision or audio tower or its projector, by the names in use for those."""
     return _TOWER.search(path) is not None
 
 
+@_remembered
 def canonical_name(path: str) -> str | None:
     """The name of a module without its wrappers, or ``None`` if ``path`` names none that an adapter may target.
 
@@ -95,12 +101,14 @@ def _tower_name(path: str) -> str | None:
     return _PROJECTORS.get(".".join(path.split(".")[-2:]))
 
 
+@_remembered
 def layer_of(name: str) -> int | None:
     """The decoder layer of a canonical name; ``None`` for the embedding and the output layer."""
     match = _LAYER.match(name)
     return int(match[1]) if match else None
 
 
+@_remembered
 def kind_of(name: str) -> str:
     """The kind of module that a canonical name is one of: its last name; of the tower its name less numbers.
 

@@ -19,12 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice, starmap
+from itertools import chain, groupby, starmap
+from typing import NamedTuple
 
 import torch
 
 from vlora_sgl.kernels.merge import FoldTarget, MergeTarget
-from vlora_sgl.lora.bulk import each
+from vlora_sgl.lora.bulk import each, one_matrix
 from vlora_sgl.lora.layout import BaseLayout, canonical_name
 from vlora_sgl.lora.stacking import StackedAdapter, is_embedding
 
@@ -35,7 +36,9 @@ ACTIVATIONS = 2.0**12
 TOGETHER = 1 << 20
 """Numbers of factors of one shape that are measured at a time: experts' are many and small."""
 WIDE = 4096
-"""Columns of factors that are measured at a time: what is made of them stays in a core's cache."""
+"""Columns of factors that are divided at a time: what is made of them stays in a core's cache."""
+SQUARES = (2.0**-60, 2.0**100)
+"""Between them sums of squares lose nothing in float32, whose numbers go from 2^-126 to 2^127."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,49 +78,88 @@ def update_sizes(adapter: StackedAdapter, layout: BaseLayout) -> dict[str, tuple
     names = [name for name, side in places if side == "lora_A"]
     if not names:
         return {}
-    widths = {name: [layout.shapes[part][0] for part in layout.parts_of(name)] for name in names}
-    # Of [U, r, n], in the order of the slices.
-    a = [some for name in names for some in _portions(_of_a(adapter.tensors[f"{name}.lora_A.weight"], adapter.rank))]
-    b = [
-        some
-        for name in names
-        for alike in _of_b(adapter.tensors[f"{name}.lora_B.weight"], widths[name])
-        for some in _portions(alike)
-    ]
-    found = each(_gram, a + b)
+    owners: list[str] = []
+    a: list[torch.Tensor] = []
+    b: list[torch.Tensor] = []
+    for batch in _batches(names, adapter, layout):
+        owners += batch.owners
+        a += _portions(batch.a)
+        b += _portions(batch.b)
+    found = each(lambda factors: _gram(*factors), [(one, side) for side, some in (("A", a), ("B", b)) for one in some])
     sides = [[torch.cat(of) for of in zip(*some, strict=True)] for some in (found[: len(a)], found[len(a) :])]
     at_once = max(1, TOGETHER // 16 // adapter.rank**2)  # eight bytes each, a few times over
     portions = [*zip(*(of.split(at_once) for side in sides for of in side), strict=True)]
     sizes = chain.from_iterable(each(lambda portion: _sizes(portion, abs(adapter.scale)), portions))
-    return {name: tuple(islice(sizes, len(outs))) for name, outs in widths.items()}
+    slices: dict[str, list[UpdateSize]] = {name: [] for name in names}
+    for name, size in zip(owners, sizes, strict=True):
+        slices[name].append(size)
+    return {name: tuple(some) for name, some in slices.items()}
 
 
-def _of_a(stacked: torch.Tensor, rank: int) -> torch.Tensor:
-    return stacked.unflatten(0, (-1, rank))
+class _Batch(NamedTuple):
+    """Slices of one shape: A [modules, slices, r, K] and B [modules, slices, N, r], and the module of each."""
+
+    owners: list[str]
+    a: torch.Tensor
+    b: torch.Tensor
 
 
-def _of_b(stacked: torch.Tensor, outs: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The projections of a B [sum of outs, r], transposed; neighbours of one size together."""
-    alike = [(out, len([*same])) for out, same in groupby(outs)]
-    for part, (out, count) in zip(stacked.split([out * count for out, count in alike]), alike, strict=True):
-        yield part.unflatten(0, (count, out)).mT
+def _batches(names: Sequence[str], adapter: StackedAdapter, layout: BaseLayout) -> Iterator[_Batch]:
+    """All slices, those of a module in their order; modules whose matrices lie behind each other come together."""
+    matrices = {
+        name: (adapter.tensors[f"{name}.lora_A.weight"], adapter.tensors[f"{name}.lora_B.weight"]) for name in names
+    }
+    alike: dict[object, list[str]] = {}
+    for name in sorted(names, key=lambda name: matrices[name][0].data_ptr()):  # as they lie in memory
+        kind = name.rpartition(".")[2], *(matrix.shape for matrix in matrices[name])
+        alike.setdefault(kind, []).append(name)
+    for same in alike.values():
+        a, b = (one_matrix([matrices[name][side] for name in same]) for side in range(2))
+        if a is not None and b is not None:
+            yield from _slices(same, layout, a, b, adapter.rank)
+            continue
+        for name in same:
+            yield from _slices([name], layout, *matrices[name], adapter.rank)
 
 
-def _portions(factors: torch.Tensor) -> Sequence[torch.Tensor]:
-    return factors.split(max(1, TOGETHER // factors[0].numel()))
+def _slices(names: Sequence[str], layout: BaseLayout, a: torch.Tensor, b: torch.Tensor, rank: int) -> Iterator[_Batch]:
+    """Those of modules of one shape in this layout; neighbours of one size together."""
+    outs = [layout.shapes[part][0] for part in layout.parts_of(names[0])]
+    of_a, of_b = a.unflatten(0, (len(names), -1, rank)), b.unflatten(0, (len(names), -1))
+    first = begin = 0
+    for out, same in groupby(outs):
+        count = len([*same])
+        after, end = first + count, begin + count * out
+        owners = [name for name in names for _ in range(count)]
+        yield _Batch(owners, of_a[:, first:after], of_b[:, begin:end].unflatten(1, (count, out)))
+        first, begin = after, end
 
 
-def _gram(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of factors [U, r, n]: the largest element of each row, [U, r], and the products of the rows divided by theirs,
-    [U, r, r], both float32. The square of a norm, or the norm itself, may lie past that."""
-    blocks = factors.split(WIDE, 2)
-    top = torch.cat([block.abs().amax(2, keepdim=True) for block in blocks], 2).amax(2, keepdim=True).float()
-    size = torch.where(top == 0, 1.0, top)
-    products = torch.zeros(*top.shape[:2], top.shape[1])
-    for block in blocks:
-        unit = block / size  # [U, r, WIDE] float32
+def _portions(factors: torch.Tensor) -> Iterator[torch.Tensor]:
+    of_module = factors[0].numel()
+    for some in factors.split(max(1, TOGETHER // of_module)):
+        yield from some.split(max(1, TOGETHER // some[0, 0].numel()), 1) if of_module > TOGETHER else (some,)
+
+
+def _gram(factors: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of rows of A [modules, slices, r, K], or columns of B [modules, slices, N, r]: a number for each, [U, r], and
+    their products divided by theirs, [U, r, r], float32.
+
+    The numbers are 1, or the largest elements where squares might leave float32.
+    """
+    factors = factors.float().flatten(0, 1)
+    factors = factors if side == "A" else factors.mT  # turned behind the copy, which then follows the memory
+    products = factors @ factors.mT
+    least, most = torch.aminmax(products.diagonal(dim1=1, dim2=2))
+    if least > SQUARES[0] and most < SQUARES[1]:
+        return torch.ones(products.shape[:2]), products
+    top = factors.abs().amax(2)
+    products = torch.zeros_like(products)
+    size = torch.where(top == 0, 1.0, top)[..., None]
+    for block in factors.split(WIDE, 2):
+        unit = block / size
         products.baddbmm_(unit, unit.mT)
-    return top[..., 0], products
+    return top, products
 
 
 def _sizes(grams: Sequence[torch.Tensor], size: float) -> list[UpdateSize]:

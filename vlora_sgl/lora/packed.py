@@ -28,6 +28,7 @@ from vlora_sgl.core import AdapterId, JsonDict
 from vlora_sgl.lora.bulk import each, threads
 from vlora_sgl.lora.expert_layers import with_linears
 from vlora_sgl.lora.experts import is_expert
+from vlora_sgl.lora.layout import layer_of
 from vlora_sgl.lora.slot_residency import SlotResidency
 from vlora_sgl.scaled import E4M3
 
@@ -122,6 +123,11 @@ class Packed(NamedTuple):
 
     layout: Layout
     buffer: torch.Tensor
+
+    def views(self, dtype: torch.dtype) -> dict[Weight, torch.Tensor]:
+        """Each of them, as numbers of this type."""
+        found = (view.view(dtype) for view in self.layout.views(self.buffer, 0, len(self.layout.weights)))
+        return dict(zip(self.layout.weights, found, strict=True))
 
 
 class Slots:
@@ -318,6 +324,20 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
                     return name
         return None
 
+    def reserve(
+        self, names: Collection[str], rank: int, lora_modules: Layers
+    ) -> tuple[Packed, dict[str, torch.Tensor]]:
+        """Host memory for an adapter of this rank, and its matrices there by name: what is read to them need not be
+        copied by ``pack``, whose adapter is to have the memory as ``reserved``.
+
+        Args:
+            names: of its linears' weights, as SGLang's adapters have them.
+        """
+        weights = self._weights({name: layer_of(name) for name in names}, lora_modules)
+        packed = self._room(sorted(weights), rank)
+        views = packed.views(self.slot_dtype)
+        return packed, {name: views[weight] for weight, name in weights.items()}
+
     def pack(self, adapter: LoRAAdapter, lora_modules: Layers) -> Packed:
         """Lay an adapter's linear layers out in one piece of host memory, pinned where there is a GPU; once.
 
@@ -326,40 +346,69 @@ class PackedPool(Slots, _sgl.LoRAMemoryPool):
         packed: Packed | None = getattr(adapter, "packed", None)
         if packed is not None:
             return packed
-        names: dict[Weight, str] = {}
-        wrapped = self._wrapped(lora_modules)
-        for number, layer in enumerate(adapter.layers):
-            for name in layer.weights:
-                with contextlib.suppress(ValueError):  # of a kind the pool lacks: SGLang warns below, or refuses it
-                    weight = self._weight(name, number)
-                    if weight in wrapped:
-                        names[weight] = name
-        layout = self._layout(sorted(names), adapter.config.r)
+        names = self._weights(
+            {name: number for number, layer in enumerate(adapter.layers) for name in layer.weights}, lora_modules
+        )
+        reserved: Packed | None = getattr(adapter, "reserved", None)
+        if reserved is not None and reserved.layout is self._layout(sorted(names), adapter.config.r):
+            packed = reserved
+        else:
+            packed = self._room(sorted(names), adapter.config.r)
+        adapter.reserved = None
+        views = packed.views(self.slot_dtype)
+        self._write(views, adapter, lora_modules, self._lacking_weights(views, names, adapter, lora_modules))
+        for weight, name in names.items():
+            adapter.layers[weight.layer].weights[name] = views[weight]
+        adapter.packed = packed
+        return packed
+
+    def _weights(self, layers: Mapping[str, int | None], lora_modules: Layers) -> dict[Weight, str]:
+        """Of named weights of these layers, those that the pool has room for, and the layers read."""
+        wrapped, found = self._wrapped(lora_modules), {}
+        for name, number in layers.items():
+            with contextlib.suppress(ValueError):  # of a kind the pool lacks: SGLang warns below, or refuses it
+                weight = self._weight(name, number if number is not None else -1)
+                if weight in wrapped:
+                    found[weight] = name
+        return found
+
+    def _room(self, weights: Sequence[Weight], rank: int) -> Packed:
+        layout = self._layout(weights, rank)
         pinned = self.pin_memory_available and self.staging.device.type != "cpu"
         buffer = torch.empty(layout.begins[-1], dtype=self.moved_as, pin_memory=pinned)
         for end, begin in layout.gaps():
             buffer[end:begin].zero_()
-        found = (view.view(self.slot_dtype) for view in layout.views(buffer, 0, len(layout.weights)))
-        views = dict(zip(layout.weights, found, strict=True))
+        return Packed(layout, buffer)
 
-        self._write(views, adapter, lora_modules)
+    def _lacking_weights(
+        self,
+        views: Mapping[Weight, torch.Tensor],
+        names: Mapping[Weight, str],
+        adapter: LoRAAdapter,
+        lora_modules: Layers,
+    ) -> list[int]:
+        """The layers that have weights which are not where they are to be, as this rank has them."""
+        there = dict.fromkeys(range(self.num_layer), 0)
+        modules = [{self._kind(name): one for name, one in with_linears(layer).items()} for layer in lora_modules]
         for weight, name in names.items():
-            adapter.layers[weight.layer].weights[name] = views[weight]
-        adapter.packed = packed = Packed(layout, buffer)
-        return packed
+            whole, module = adapter.layers[weight.layer].weights[name], modules[weight.layer][weight.kind]
+            if _is_same(whole, views[weight]) and not is_expert(name):
+                cut = module.slice_lora_a_weights if weight.side == "A" else module.slice_lora_b_weights
+                there[weight.layer] += _is_same(cut(whole), views[weight])
+        return [number for number, count in there.items() if count < len(adapter.layers[number].weights)]
 
-    def _write(self, views: Mapping[Weight, torch.Tensor], adapter: LoRAAdapter, lora_modules: Layers) -> None:
-        """SGLang's load of an adapter's linear layers, with these matrices for a slot; experts' are written here."""
-        count = min(threads(), self.num_layer)
+    def _write(
+        self, views: Mapping[Weight, torch.Tensor], adapter: LoRAAdapter, lora_modules: Layers, layers: Sequence[int]
+    ) -> None:
+        """SGLang's load of an adapter's linears in some layers, with these matrices for a slot; experts' are written
+        here."""
+        count = min(threads(), len(layers))
         with _quietly():
-            each(
-                lambda first: self._write_layers(views, adapter, lora_modules, slice(first, None, count)), range(count)
-            )
+            each(lambda first: self._write_layers(views, adapter, lora_modules, layers[first::count]), range(count))
 
     def _write_layers(
-        self, views: Mapping[Weight, torch.Tensor], adapter: LoRAAdapter, lora_modules: Layers, which: slice
+        self, views: Mapping[Weight, torch.Tensor], adapter: LoRAAdapter, lora_modules: Layers, layers: Sequence[int]
     ) -> None:
-        layers = range(self.num_layer)[which]
         rest = [self._write_experts(views, i, adapter.layers[i].weights, lora_modules[i]) for i in layers]
         slot: Any = copy.copy(self)
         nothing = torch.empty(1, 1, device="meta")  # takes the zeros of what the adapter lacks
@@ -436,6 +485,13 @@ def kind_in_pool(name: str, target_modules: Collection[str]) -> str:
         ValueError: it is of none of these kinds.
     """
     return str(_sgl.get_target_module_name(name, target_modules)) + (EXPERTS if is_expert(name) else "")
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory."""
+    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+        *(other.data_ptr(), other.dtype, other.shape, other.stride()),
+    )
 
 
 def not_finite(values: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,13 @@ module to module, is padded with zeros and its scale multiplied into B in float3
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from vlora_sgl.errors import AdapterError
-from vlora_sgl.lora.bulk import each, is_finite
+from vlora_sgl.lora.bulk import each, is_finite, one_matrix
 from vlora_sgl.lora.checkpoint import LoraPair
 from vlora_sgl.lora.experts import FUSED, is_expert
 from vlora_sgl.lora.layout import EMBEDDING_MODULES, BaseLayout
@@ -78,17 +78,28 @@ def stack(
     # Others are divided by it, so it is 0 only where all are.
     scales = Counter(pair.scale for pair in modules.values())
     scale = max(scales, key=lambda value: (value != 0, scales[value]))
-    groups = {part: name for name, parts in layout.fused.items() if name in layout.paths for part in parts}
+    groups = stacks(layout)
 
     def stacked(name: str) -> dict[str, torch.Tensor]:
         parts = layout.parts_of(name)
         factors = [_factors(part, modules.get(part), layout.shapes[part], rank, scale, dtype) for part in parts]
         sides = zip("AB", zip(*factors, strict=True), strict=True)
-        return {f"{name}.lora_{side}.weight": torch.cat(of) if len(of) > 1 else of[0] for side, of in sides}
+        return {f"{name}.lora_{side}.weight": _below_each_other(of) for side, of in sides}
 
     found = each(stacked, [*dict.fromkeys(groups.get(module, module) for module in modules)])
     tensors = {name: tensor for one in found for name, tensor in one.items()}
     return StackedAdapter(rank, scale, tensors, _vectors(modules, biases or {}, groups, layout))
+
+
+def stacks(layout: BaseLayout) -> dict[str, str]:
+    """Of each part of a stacked projection of an engine, the stack."""
+    return {part: name for name, parts in layout.fused.items() if name in layout.paths for part in parts}
+
+
+def _below_each_other(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One matrix of some; a view where they lie so in memory (``lora.reservation``)."""
+    whole = one_matrix(parts)
+    return torch.cat(tuple(parts)) if whole is None else whole
 
 
 def _vectors(

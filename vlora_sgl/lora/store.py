@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,13 +22,17 @@ from vlora_sgl.heads.store import AdapterDescription, load_heads, read_descripti
 from vlora_sgl.lora.access import allowed_directory
 from vlora_sgl.lora.adapter import AdapterBuilder, content_digest
 from vlora_sgl.lora.experts import is_expert
+from vlora_sgl.lora.laps import Laps
 from vlora_sgl.lora.packed import Layers, PackedPool
 from vlora_sgl.lora.pool import fits
+from vlora_sgl.lora.reservation import Reserve
 from vlora_sgl.lora.tower import Tower, TowerWeights, tower_of
 from vlora_sgl.lora.vectors import has_vectors
 from vlora_sgl.routed.router_tables import VOTE_BYTES, RouterTables
 from vlora_sgl.routed.rows import LoadedRouted
 from vlora_sgl.routed.spec import is_routed, read_routed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,9 @@ class AdapterStore:
         return report
 
     def _load_files(self, ref: LoRARef) -> str:
+        laps = Laps()
         directory = allowed_directory(ref.lora_path, self._roots if self._pool is not None else ())
-        adapter = self._builder.read(ref.lora_id, directory)
+        adapter = self._builder.read(ref.lora_id, directory, self._reserve(), laps)
         self.check(adapter.config, ref)
         self._check_form(adapter)
         description = read_description(directory)
@@ -129,7 +135,16 @@ class AdapterStore:
         self._provide_tower(tower_of(adapter))
         self.describe(adapter, description, heads)
         self._configs[ref.lora_id], self._adapters[ref.lora_id] = adapter.config, adapter
+        laps.end("packed")
+        logger.info("adapter %s was loaded: %s", ref.lora_name, laps)
         return str(adapter.report)
+
+    def _reserve(self) -> Reserve | None:
+        """What makes the memory that adapters are read to; ``None`` while nobody packs them."""
+        pool = self._pool
+        if pool is None or not pool.packs:
+            return None
+        return lambda names, rank: pool.reserve(names, rank, self._modules)
 
     def describe(
         self,

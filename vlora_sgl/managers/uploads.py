@@ -6,17 +6,14 @@ them reaches a disk.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 from vlora_sgl.errors import AdapterUnavailableError
 from vlora_sgl.server_args import uploads_directory
-
-COPIED_AT_ONCE = 1 << 20
 
 
 class Uploads:
@@ -25,24 +22,19 @@ class Uploads:
     def __init__(self) -> None:
         self._kept: set[str] = set()
 
-    def keep(self, files: Mapping[str, BinaryIO]) -> str:
-        """Copy an adapter's files, by their names, to a new directory; its path.
+    def begin(self) -> str:
+        """A new directory, for an adapter's files; its path.
 
         Raises:
             AdapterUnavailableError: there is no room.
         """
-        root, directory = uploads_directory(), ""
+        root = uploads_directory()
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             directory = tempfile.mkdtemp(dir=root)
-            self._kept.add(directory)
-            for name, content in files.items():
-                with Path(directory, name).open("wb") as file:
-                    shutil.copyfileobj(content, file, COPIED_AT_ONCE)
         except OSError as reason:
-            self.drop(directory)
-            size = sum(content.seek(0, os.SEEK_END) for content in files.values())
-            raise AdapterUnavailableError(f"{size} bytes cannot be kept in {root}: {reason.strerror}") from None
+            raise no_room(0, reason) from None
+        self._kept.add(directory)
         return directory
 
     def drop(self, directory: str) -> None:
@@ -50,3 +42,35 @@ class Uploads:
         if directory in self._kept:
             self._kept.discard(directory)
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def new_file(directory: str, name: str) -> BinaryIO:
+    """A new file of an adapter; without a buffer, so that to close it never fails.
+
+    Raises:
+        AdapterUnavailableError: there is no room.
+    """
+    try:
+        return Path(directory, name).open("xb", buffering=0)
+    except OSError as reason:
+        raise no_room(0, reason) from None
+
+
+def write(file: BinaryIO, pieces: Iterable[bytes]) -> None:
+    """Write some more of such a file.
+
+    Raises:
+        AdapterUnavailableError: there is no room.
+    """
+    try:
+        for piece in pieces:
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[file.write(rest) :]
+    except OSError as reason:
+        raise no_room(file.tell(), reason) from None
+
+
+def no_room(size: int, reason: OSError) -> AdapterUnavailableError:
+    """What to tell where no more than so many bytes of a file could be written."""
+    return AdapterUnavailableError(f"an adapter cannot be kept in {uploads_directory()}: {reason.strerror} at {size}")
