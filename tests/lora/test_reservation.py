@@ -129,3 +129,12 @@ def test_a_second_tensor_of_a_module_does_not_come_to_the_place_of_the_first(tmp
         read_adapter(tmp_path, layout(), watched)
     places = [tensor.data_ptr() for tensor in seen.values()]
     assert len({*places}) == len(places) and len({key, again} & seen.keys()) == 1
+
+
+def test_a_matrix_of_enormous_rank_reserves_no_memory_for_the_others(tmp_path: Path) -> None:
+    """Such a file is refused for its rank later; memory for all modules of that rank would have ended the server."""
+    write(tmp_path, torch.bfloat16, rank={"down": 64 * RANK})
+    asked: list[int] = []
+    room = Reservation(lambda names, rank: asked.append(rank), layout(), torch.bfloat16)  # type: ignore[arg-type, return-value, func-returns-value]
+    read = read_adapter(tmp_path, layout(), room)
+    assert not asked and room.packed is None and read.modules

@@ -22,6 +22,10 @@ Reserve = Callable[[Collection[str], int], tuple[Packed, Mapping[str, torch.Tens
 """Makes the memory of an adapter of this rank, and of each of its matrices, by their names in a ``StackedAdapter``."""
 
 
+MOST_SPARE = 2
+"""What is reserved may be as many times what the file has for it: parts may be missing, or of lower rank."""
+
+
 class Reservation:
     """``weight_files.Room`` of an adapter that is to be stacked for an engine with this layout and type.
 
@@ -42,6 +46,10 @@ class Reservation:
         rank = max(table[key].shape[0] for (_, side), key in keys.items() if side == "A")
         of_part = stacks(self._layout)
         names = dict.fromkeys(of_part.get(name, name) for name, _ in keys)
+        sizes = [self._layout.shapes[part] for name in names for part in self._layout.parts_of(name)]
+        wanted = rank * sum(map(sum, sizes)) * self._dtype.itemsize
+        if wanted > MOST_SPARE * sum(table[key].nbytes for key in keys.values()):
+            return {}  # one large matrix must not ask for memory as if all were of its rank
         whole = {f"{name}.lora_{side}.weight": (name, side) for name in names for side in "AB"}
         self.packed, matrices = self._reserve(whole, rank)
         found: dict[str, torch.Tensor] = {}
