@@ -22,7 +22,7 @@ OURS: dict[str, frozenset[str]] = {
     "LogitsProcessorOutput": frozenset({"vlora_bad_rows"}),
     "MultimodalDataItem": frozenset({"vlora_adapter", "vlora_content", "vlora_fault"}),
     "LoRAAdapter": frozenset(
-        {"content", "form", "output_vectors", "packed", "report", "tower", "unmergeable", "update_sizes"}
+        {"content", "form", "output_vectors", "packed", "report", "reserved", "tower", "unmergeable", "update_sizes"}
         | {"vectors", "weights_loss"}
     ),
     "Req": frozenset({"vlora"}),
