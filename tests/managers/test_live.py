@@ -63,3 +63,12 @@ def test_images_are_shown_by_names_that_are_loaded() -> None:
         {"tokens": 20, "copies": 2, "adapters": ["fire"], "image": 1},
         {"tokens": 10, "copies": 1, "adapters": ["", "fire"], "image": 3},
     ]
+
+
+def test_steps_of_an_adapter_that_has_gone_keep_its_name() -> None:
+    steps = LiveSteps()
+    for number in range(KEPT + 2):
+        name_of = steps.names({f"id{number}": SimpleNamespace(lora_name=f"n{number}")})
+        assert name_of(f"id{number}") == f"n{number}"
+    assert steps.names({})(f"id{KEPT + 1}") == f"n{KEPT + 1}"
+    assert steps.names({})("id0") == "id0", "names are not kept for ever"

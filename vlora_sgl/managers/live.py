@@ -45,6 +45,15 @@ class LiveSteps:
         self._clock = clock
         self._steps: deque[tuple[int, float, Iteration]] = deque(maxlen=KEPT)
         self._until = clock() + WATCHED_S
+        self._refs: dict[str, Any] = {}
+
+    def names(self, refs: Mapping[str, Any]) -> Callable[[AdapterId], str]:
+        """``names_of`` these adapters, and of those that have gone since somebody began to watch: their last steps are
+        still shown."""
+        if len(self._refs) > KEPT:
+            self._refs.clear()
+        self._refs.update(refs)
+        return names_of(self._refs)
 
     def launched(self, number: int, iteration: Iteration) -> bool:
         """Remember a step; ``False`` once nobody has looked for too long."""

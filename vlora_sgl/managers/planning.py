@@ -18,7 +18,7 @@ from vlora_sgl.lora.slot_residency import SlotResidency
 from vlora_sgl.managers.deadlines import ClockUpdate, WallClock, shorten
 from vlora_sgl.managers.fetch_ahead import FetchAhead
 from vlora_sgl.managers.forced_mode import forced_mode
-from vlora_sgl.managers.live import LiveSteps, names_of
+from vlora_sgl.managers.live import LiveSteps
 from vlora_sgl.managers.planner import Planner
 from vlora_sgl.managers.policies import Limits, Policy, make_policy
 from vlora_sgl.managers.policies.cost_table import CostTable, ModelShape, table_for
@@ -189,7 +189,7 @@ class Planning:
         """What somebody who watches is shown: the steps after this number, the queue, the merged adapter."""
         if self.watched is None:
             self.watched = LiveSteps()
-        name_of = names_of(self.lora_manager.lora_refs)
+        name_of = self.watched.names(self.lora_manager.lora_refs)
         return {
             "steps": self.watched.since(since, name_of),
             "requests": {state: dict(counts) for state, counts in self.requests().items()},
