@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.lora.test_packed import HIDDEN, INNER, KV, VOCABULARY, make_modules, make_pool
+from tests.support.lora_adapters import stacked_layout
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.checkpoint import read_adapter
 from vlora_sgl.lora.layout import BaseLayout, layer_of
@@ -52,16 +53,7 @@ def write(directory: Path, dtype: torch.dtype, without: str = "", rank: Any = No
 
 
 def layout() -> BaseLayout:
-    linears: list[tuple[str, tuple[int, int], tuple[int, ...]]] = []
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}"
-        linears += [
-            (f"{at}.self_attn.qkv_proj", (HIDDEN + 2 * KV, HIDDEN), (HIDDEN, KV, KV)),
-            (f"{at}.self_attn.o_proj", (HIDDEN, HIDDEN), ()),
-            (f"{at}.mlp.gate_up_proj", (2 * INNER, HIDDEN), (INNER, INNER)),
-            (f"{at}.mlp.down_proj", (HIDDEN, INNER), ()),
-        ]
-    return BaseLayout.from_modules(linears, {"model.embed_tokens": (HIDDEN, VOCABULARY)})
+    return stacked_layout(LAYERS, HIDDEN, KV, INNER, VOCABULARY)
 
 
 def loaded(directory: Path, tp: int, reserves: bool) -> tuple[Any, StackedAdapter, torch.Tensor, int]:
@@ -134,7 +126,9 @@ def test_a_second_tensor_of_a_module_does_not_come_to_the_place_of_the_first(tmp
 def test_a_matrix_of_enormous_rank_reserves_no_memory_for_the_others(tmp_path: Path) -> None:
     """Such a file is refused for its rank later; memory for all modules of that rank would have ended the server."""
     write(tmp_path, torch.bfloat16, rank={"down": 64 * RANK})
-    asked: list[int] = []
-    room = Reservation(lambda names, rank: asked.append(rank), layout(), torch.bfloat16)  # type: ignore[arg-type, return-value, func-returns-value]
-    read = read_adapter(tmp_path, layout(), room)
-    assert not asked and room.packed is None and read.modules
+
+    def reserve(*_: object) -> Any:
+        raise AssertionError("it asked for memory")
+
+    room = Reservation(reserve, layout(), torch.bfloat16)
+    assert read_adapter(tmp_path, layout(), room).modules and room.packed is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.lora_adapters import TEXT, tiny_adapter, tiny_config, tiny_model
+from tests.support.lora_adapters import TEXT, stacked_layout, tiny_adapter, tiny_config, tiny_model
 from vlora_sgl.errors import AdapterError
 from vlora_sgl.lora.checkpoint import LoraPair, read_adapter
 from vlora_sgl.lora.layout import BaseLayout
@@ -26,17 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def serving_layout() -> BaseLayout:
-    """The tiny model as an engine serves it: q, k, v and gate, up stacked."""
-    linears: list[tuple[str, tuple[int, int], tuple[int, ...]]] = []
-    for layer in range(TEXT["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        linears += [
-            (f"{at}.self_attn.qkv_proj", (HIDDEN + 2 * KV, HIDDEN), (HIDDEN, KV, KV)),
-            (f"{at}.self_attn.o_proj", (HIDDEN, HIDDEN), ()),
-            (f"{at}.mlp.gate_up_proj", (2 * INNER, HIDDEN), (INNER, INNER)),
-            (f"{at}.mlp.down_proj", (HIDDEN, INNER), ()),
-        ]
-    return BaseLayout.from_modules(linears, {"model.embed_tokens": (HIDDEN, TEXT["vocab_size"])})
+    """The tiny model's."""
+    return stacked_layout(TEXT["num_hidden_layers"], HIDDEN, KV, INNER, TEXT["vocab_size"])
 
 
 @pytest.mark.parametrize("case", CASES)

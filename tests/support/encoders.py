@@ -11,7 +11,7 @@ from transformers import CLIPVisionConfig, PretrainedConfig
 
 from tests.support.lora_adapters import tiny_model
 from vlora_sgl import _sgl
-from vlora_sgl.multimodal.llava import Llava
+from vlora_sgl.multimodal.llava import ClipTower, Llava
 
 QWEN = {
     "qwen2_vl": "Qwen2VisionTransformer",
@@ -21,6 +21,12 @@ QWEN = {
 }
 ENCODERS = (*QWEN, "internvl", "llava")
 HIDDEN = 32
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
 
 
 def make(family: str) -> Any:
@@ -54,10 +60,7 @@ def _bare(kind: type) -> Any:
 
 def _internvl() -> Any:
     config = PretrainedConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
+        **SIZES,
         image_size=16,
         patch_size=4,
         qkv_bias=True,
@@ -77,16 +80,7 @@ def _internvl() -> Any:
 
 
 def _llava() -> Any:
-    vision = CLIPVisionConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
-    )
-    from vlora_sgl.multimodal.llava import ClipTower
-
+    vision = CLIPVisionConfig(**SIZES, image_size=16, patch_size=8)
     model = _bare(Llava)
     model.vision_tower = ClipTower(vision)
     model.multi_modal_projector = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU())

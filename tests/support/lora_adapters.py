@@ -43,6 +43,8 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
+from vlora_sgl.lora.layout import BaseLayout
+
 Config = dict[str, Any]
 
 TEXT: Config = {
@@ -219,3 +221,17 @@ def tiny_adapter(model: nn.Module, directory: Path, seed: int = 1, strength: flo
                 nn.init.normal_(parameter, std=strength)
     peft.save_pretrained(directory)
     return peft.eval()
+
+
+def stacked_layout(layers: int, hidden: int, kv: int, inner: int, vocabulary: int) -> BaseLayout:
+    """A text model as an engine serves it: q, k, v and gate, up stacked."""
+    linears: list[tuple[str, tuple[int, int], tuple[int, ...]]] = []
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        linears += [
+            (f"{at}.self_attn.qkv_proj", (hidden + 2 * kv, hidden), (hidden, kv, kv)),
+            (f"{at}.self_attn.o_proj", (hidden, hidden), ()),
+            (f"{at}.mlp.gate_up_proj", (2 * inner, hidden), (inner, inner)),
+            (f"{at}.mlp.down_proj", (hidden, inner), ()),
+        ]
+    return BaseLayout.from_modules(linears, {"model.embed_tokens": (hidden, vocabulary)})

@@ -92,10 +92,8 @@ def read_tensors(paths: Sequence[Path], room: Room | None = None) -> SavedTensor
 def _table(path: Path, file: BinaryIO) -> Iterator[tuple[str, Saved]]:
     """The tensors of a file, as its own table has them."""
     try:
-        with safe_open(
-            str(path), framework="pt", device="cpu"
-        ) as checked:  # that the table is one, and the file whole
-            keys = list(checked.keys())
+        with safe_open(str(path), framework="pt", device="cpu") as checked:
+            keys = list(checked.keys())  # the table is one, and the file whole
         length = int.from_bytes(file.read(8), "little")
         table = json.loads(file.read(min(length, MOST_TABLE)))
         for key in keys:

@@ -106,6 +106,26 @@ def gather(
     return ExpertTiles(rows, slots, gates_in, gates_out, used)
 
 
+@triton.jit
+def _of_expert(word, expert, EXPERTS: tl.constexpr):
+    """The word of a slot as that of its expert; 0, of none, stays."""
+    return tl.where(word == 0, 0, ((word & 0xFFFF) * EXPERTS + expert) | (word & ~0xFFFF))
+
+
+@triton.jit
+def _put(
+    tile_rows, gates_in, gates_out, weights, gates, i, u, at, mine, PAIRS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Choices ``i``, of tokens with the tuples ``u``, become the rows ``at`` of the tiles."""
+    tl.store(tile_rows + at, i, mask=mine)
+    chosen = tl.load(weights + i, mask=mine, other=0.0).to(tl.float32)
+    for p in tl.static_range(PAIRS):
+        gate = tl.load(gates + u * PAIRS + p, mask=mine, other=0.0)
+        spot = (at // BLOCK * PAIRS + p) * BLOCK + at % BLOCK
+        tl.store(gates_in + spot, gate, mask=mine)
+        tl.store(gates_out + spot, gate * chosen, mask=mine)
+
+
 @triton.jit(do_not_specialize=["n"])
 def expert_tiles_kernel(
     tile_rows, tile_slots, gates_in, gates_out, n_tiles, ids, weights, row_tuples, words, gates, n,
@@ -138,8 +158,7 @@ def expert_tiles_kernel(
         tl.store(tile_rows + (first + tile) * BLOCK + lanes, tl.full([BLOCK], -1, tl.int32))
         for p in tl.static_range(PAIRS):
             word = tl.load(words + own * PAIRS + p)
-            place = ((word & 0xFFFF) * EXPERTS + expert) | (word & ~0xFFFF)
-            tl.store(tile_slots + (first + tile) * PAIRS + p, tl.where(word == 0, 0, place))
+            tl.store(tile_slots + (first + tile) * PAIRS + p, _of_expert(word, expert, EXPERTS))
     tl.debug_barrier()  # the rows below go where others of these threads have just stored
     placed = tl.zeros([TUPLES], dtype=tl.int32)
     for start in range(0, n, CHUNK):
@@ -148,15 +167,8 @@ def expert_tiles_kernel(
         u = tl.load(row_tuples + i // TOP_K, mask=mine, other=0)
         mine = u > 0
         hits = (mine[:, None] & (u[:, None] == t[None, :])).to(tl.int32)
-        at = tl.sum(hits * (placed[None, :] + tl.cumsum(hits, axis=0) - 1), axis=1)
-        row_tile, lane = tl.sum(hits * begins[None, :], axis=1) + at // BLOCK, at % BLOCK
-        tl.store(tile_rows + row_tile * BLOCK + lane, i, mask=mine)
-        chosen = tl.load(weights + i, mask=mine, other=0.0).to(tl.float32)
-        for p in tl.static_range(PAIRS):
-            gate = tl.load(gates + u * PAIRS + p, mask=mine, other=0.0)
-            spot = (row_tile * PAIRS + p) * BLOCK + lane
-            tl.store(gates_in + spot, gate, mask=mine)
-            tl.store(gates_out + spot, gate * chosen, mask=mine)
+        at = tl.sum(hits * ((begins * BLOCK + placed)[None, :] + tl.cumsum(hits, axis=0) - 1), axis=1)
+        _put(tile_rows, gates_in, gates_out, weights, gates, i, u, at, mine, PAIRS, BLOCK)
         placed += tl.sum(hits, axis=0)
 
 
@@ -228,9 +240,8 @@ def place_keys_kernel(
         tile = start + c
         u = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)  # whose it is: [STEP]
         for p in tl.static_range(PAIRS):
-            word = tl.load(words + u * PAIRS + p, mask=tile < total, other=0)
-            place = ((word & 0xFFFF) * EXPERTS + expert) | (word & ~0xFFFF)
-            tl.store(tile_slots + (first + tile) * PAIRS + p, tl.where(word == 0, 0, place), mask=tile < total)
+            word = _of_expert(tl.load(words + u * PAIRS + p, mask=tile < total, other=0), expert, EXPERTS)
+            tl.store(tile_slots + (first + tile) * PAIRS + p, word, mask=tile < total)
 
 
 @triton.jit(do_not_specialize=["n", "tuples"])
@@ -251,17 +262,9 @@ def fill_tiles_kernel(
     for start in range(0, CHUNK, COMPARED):
         j = chunk * CHUNK + start + tl.arange(0, COMPARED)
         other, _ = _keys(ids, row_tuples, j, n, tuples, TOP_K, BASE)
-        earlier = (other[:, None] == key[None, :]) & (
-            j[:, None] < i[None, :]
-        )  # [COMPARED, CHUNK]: a thread sums its own
-        before += tl.sum(earlier.to(tl.int32), axis=0)
+        earlier = (other[:, None] == key[None, :]) & (j[:, None] < i[None, :])  # [COMPARED, CHUNK]
+        before += tl.sum(earlier.to(tl.int32), axis=0)  # a thread sums its own
     mine = key >= 0
     own = counts + chunk.to(tl.int64) * (EXPERTS * tuples)
     at = tl.load(begins + key, mask=mine, other=0) + tl.load(own + key, mask=mine, other=0) + before
-    tl.store(tile_rows + at, i, mask=mine)
-    chosen = tl.load(weights + i, mask=mine, other=0.0).to(tl.float32)
-    for p in tl.static_range(PAIRS):
-        gate = tl.load(gates + u * PAIRS + p, mask=mine, other=0.0)
-        spot = (at // BLOCK * PAIRS + p) * BLOCK + at % BLOCK
-        tl.store(gates_in + spot, gate, mask=mine)
-        tl.store(gates_out + spot, gate * chosen, mask=mine)
+    _put(tile_rows, gates_in, gates_out, weights, gates, i, u, at, mine, PAIRS, BLOCK)
