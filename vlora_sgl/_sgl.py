@@ -291,6 +291,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "TokenizerManager._dispatch_to_scheduler": ("self", "obj"),
     "BaseMultimodalProcessor.process_mm_data": ("self", "input_text", "images", "videos", "audios", "processor"),
     "BaseMultimodalProcessor._resolve_processor": ("self", "processor"),
+    "BaseMultimodalProcessor._fast_image_processor_device": ("self", "processor"),
     "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc": ("self", "tensor"),
     "BaseMultimodalProcessor.get_mm_items_offset": ("input_ids", "mm_token_id"),
     "get_mm_processor": ("hf_config", "server_args", "processor", "transport_mode", "model_config"),

@@ -147,12 +147,17 @@ def image_size(source: str | Path | bytes, max_pixels: int = MAX_IMAGE_PIXELS, n
         raise ImageError(f"{name}: expected a whole {image.format}, got a damaged one: {_line(error)}") from error
 
 
-def is_plain_jpeg(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> bool:
-    """Whether any decoder shows it rightly: an upright JPEG in YCbCr of three channels. Raises as ``image_size``."""
+def is_plain_jpeg(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS, beyond: int = 0) -> bool:
+    """Whether any decoder shows it rightly: an upright JPEG in YCbCr of three channels. Raises as ``image_size``.
+
+    Args:
+        beyond: only one of more pixels counts.
+    """
     if not data.startswith(b"\xff\xd8"):
         return False
     image = _header(io.BytesIO(data), max_pixels, _name(data))
-    return image.mode == "RGB" and image.info.get("adobe_transform", 1) == 1 and _orientation(image) == 1
+    plain = image.mode == "RGB" and image.info.get("adobe_transform", 1) == 1 and _orientation(image) == 1
+    return plain and image.width * image.height > beyond
 
 
 def _header(file: io.BytesIO, max_pixels: int, name: str) -> ImageFile.ImageFile:

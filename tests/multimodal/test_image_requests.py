@@ -85,6 +85,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
     def install() -> None:
         wrap(base_processor.BaseMultimodalProcessor, "process_mm_data", image_requests.process_mm_data)
+        wrap(base_processor.BaseMultimodalProcessor, "_fast_image_processor_device", image_requests.fast_device)
         wrap(ProcessorMixin, "_check_special_mm_tokens", image_requests.check_special_tokens)
         wrap(mrope_rope_index, "get_rope_index", image_requests.get_rope_index)
 
@@ -175,6 +176,42 @@ def test_a_text_without_images_is_not_ours(processor: QwenVLImageProcessor, ours
         processor_video_config={},
     )
     assert seen == [(None, {"processor_video_config": {}})]
+
+
+def test_small_images_are_resized_by_the_host(
+    processor: QwenVLImageProcessor, ours: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, images = REQUESTS["plain"]
+    theirs = answer(processor, text, images)
+    ours()
+    monkeypatch.setattr(base_processor, "_is_cpu", False)  # SGLang would take a GPU
+    assert_same(answer(processor, text, images), theirs)
+
+
+HALF = picture(1024, 512)
+
+
+@pytest.mark.parametrize(
+    "images, videos, device",
+    [
+        ([HALF, HALF], None, "cpu"),
+        (HALF, None, "cpu"),
+        ([HALF, HALF, picture(1, 1)], None, "cuda:0"),
+        ([HALF, torch.zeros(3, 8, 8, dtype=torch.uint8)], None, "cuda:0"),
+        ([HALF], [torch.zeros(2, 3, 28, 28)], "cuda:0"),
+    ],
+    ids=["as many pixels as may be", "one", "one pixel more", "opened on the device", "beside a video"],
+)
+def test_other_images_go_where_sglang_has_them(images: Any, videos: Any, device: str) -> None:
+    def asked(*_: object) -> str | None:
+        return image_requests.fast_device(lambda *_: "cuda:0", None, None)
+
+    self: Any = SimpleNamespace(image_config={}, _tokenizer_auto_adds_specials=True)
+    assert image_requests.process_mm_data(asked, self, MARK, images, videos) == device
+    assert asked() == "cuda:0"  # of the next request, too, and of one that fails
+    with pytest.raises(ZeroDivisionError):
+        image_requests.process_mm_data(lambda *_: 1 / 0, self, MARK, images, videos)
+    assert asked() == "cuda:0"
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_what_is_no_image_is_refused_by_what_it_is(source: object, reason: str) 
 
 def test_only_plain_jpegs_are_left_to_a_gpus_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "is_plain_cpu", lambda: False)
+    monkeypatch.setattr(opening, "HOST_PIXELS", 48 * 32 - 1)
     image = Image.fromarray(picture())
     asked: list[bytes] = []
 
@@ -133,6 +134,8 @@ def test_only_plain_jpegs_are_left_to_a_gpus_decoder(monkeypatch: pytest.MonkeyP
     assert serve(plain, decoder, gpu_image_decode=False)[0].mode == "RGB"
     # It could not, and opened the file in its own way.
     assert serve(plain, lambda *_: (Image.new("RGB", (1, 1)), None))[0].size == (48, 32)
+    monkeypatch.setattr(opening, "HOST_PIXELS", 48 * 32)  # small images are the host's
+    assert serve(plain, decoder)[0].size == (48, 32)
     assert asked == [plain]
 
 

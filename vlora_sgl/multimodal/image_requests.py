@@ -1,18 +1,21 @@
-"""Images on the way in, without what transformers and SGLang do once per image token.
+"""Images on the way in: on the host where they are small, without what is done once per image token.
 
-A processor of transformers writes an image's placeholder hundreds of times into the text, tokenizes that, and compares
+SGLang opens and resizes every image on the GPU that serves. There the tokenizer's process takes turns with the
+scheduler's: it waits for slices of time between steps, and every step waits for it. A processor of transformers writes an image's placeholder hundreds of times into the text, tokenizes that, and compares
 each token, as a tensor, with each kind of placeholder: milliseconds for 256 tokens, in which the device does nothing.
 Each function here wraps one of theirs, covers the case that it is for, and leaves every other to the original.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from vlora_sgl import _sgl
 from vlora_sgl.core import JsonDict
@@ -25,6 +28,27 @@ WITHOUT_EFFECT = frozenset({"padding", "padding_side", "return_tensors", "verbos
 WITHOUT_EFFECT |= {"return_token_type_ids", "return_mm_token_type_ids", "return_text_replacement_offsets"}
 """Settings of a tokenizer that change no id of a single text. (SGLang reads none of the last three.)"""
 
+HOST_PIXELS = 1 << 20
+"""Pixels of a request's images up to which the host opens and resizes them: some 30 ms of a core, 1.5 of 224 x 224."""
+
+
+class _Request(threading.local):
+    """The request that a thread is at work on.
+
+    Attributes:
+        on_host: whether its images are processed by the host.
+    """
+
+    on_host = False
+
+
+_request = _Request()
+
+
+def fast_device(original: Callable[..., str | None], self: object, processor: object) -> str | None:
+    """Wraps ``BaseMultimodalProcessor._fast_image_processor_device``: where torchvision resizes a request's images."""
+    return "cpu" if _request.on_host else original(self, processor)
+
 
 def process_mm_data(
     original: Callable[..., object],
@@ -36,13 +60,26 @@ def process_mm_data(
     processor: object = None,
     **kwargs: object,
 ) -> object:
-    """Wraps ``BaseMultimodalProcessor.process_mm_data``: a text with images only is processed in two halves."""
+    """Wraps ``BaseMultimodalProcessor.process_mm_data``: a text with images only is processed in two halves, and small
+    images on the host."""
     plain = isinstance(input_text, str) and images and not (videos or audios or kwargs or self.image_config)
     if plain and not self._tokenizer_auto_adds_specials:
         processor, _ = self._resolve_processor(processor)
         if (halves := halves_of(processor)) is not None:
             processor = halves
-    return original(self, input_text, images, videos, audios, processor, **kwargs)
+    _request.on_host = not videos and small(images)
+    try:
+        return original(self, input_text, images, videos, audios, processor, **kwargs)
+    finally:
+        _request.on_host = False
+
+
+def small(images: object) -> bool:
+    """Whether these are images in host memory, of at most ``HOST_PIXELS`` together."""
+    listed = images if isinstance(images, list) else [images]
+    if not all(isinstance(one, Image.Image) for one in listed):
+        return False
+    return sum(one.width * one.height for one in listed) <= HOST_PIXELS
 
 
 class Halves:

@@ -18,6 +18,7 @@ from urllib3.exceptions import HTTPError
 from vlora_sgl import _sgl
 from vlora_sgl.errors import ImageError
 from vlora_sgl.images import BYTES_PER_PIXEL, is_plain_jpeg, open_image, read
+from vlora_sgl.multimodal.image_requests import HOST_PIXELS
 from vlora_sgl.platforms.cpu import is_plain_cpu
 from vlora_sgl.server_args import VLoraArgs
 
@@ -38,7 +39,7 @@ class Request(Protocol):
 def load_image(original: Callable[..., Any], image_file: Any, gpu_image_decode: bool = True) -> tuple[Any, Any]:
     """Wraps SGLang's ``load_image``: an image as a viewer shows it, from wherever a request has it.
 
-    A plain JPEG is left to SGLang's decoder on a GPU, where there is one.
+    A plain JPEG that is not small is left to SGLang's decoder on a GPU, where there is one.
 
     Args:
         image_file: a Pillow image, bytes, a ``data:`` or http(s) address, a file (``/...``, ``file://``), base64, or
@@ -59,7 +60,7 @@ def load_image(original: Callable[..., Any], image_file: Any, gpu_image_decode: 
             shown = open_image(source, most)
             return shown, shown.size
         data = source if isinstance(source, bytes) else _bytes_of(source, most)
-        if gpu_image_decode and not is_plain_cpu() and is_plain_jpeg(data, most):
+        if gpu_image_decode and not is_plain_cpu() and is_plain_jpeg(data, most, HOST_PIXELS):
             decoded, _ = original(data, True)
             if not isinstance(decoded, Image.Image):
                 return decoded, None
