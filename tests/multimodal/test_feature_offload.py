@@ -31,10 +31,15 @@ class Offloader(FeatureOffloader):
         super().__init__(limit)
         self.allowed = threading.Semaphore(allowed)
         self.copied: list[float] = []
+        self.staged: list[float] = []
         self.failure: Exception | None = None
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.dtype == DEVICE
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.staged.append(tensor[0].item())
+        return tensor.clone()
 
     def mark(self, tensor: torch.Tensor) -> Any:
         return tensor[0].item()
@@ -144,6 +149,19 @@ def test_what_is_on_the_host_stays_as_it_is(cache: EncoderCache) -> None:
 
     embed(offloader, mine, embedded, encode=encode)
     assert mine.feature is feature and embedded.feature is None and offloader._thread is None
+
+
+def test_what_the_encoder_will_read_is_pinned_meanwhile(cache: EncoderCache) -> None:
+    offloader, on_device, here, known_one = Offloader(allowed=9), item(1), item(2, HOST), item(3, HOST)
+    known(cache, 3)
+    before = here.feature
+    seen: list[torch.Tensor] = []
+    embed(offloader, on_device, here, known_one, encode=lambda asked: seen.append(asked.feature))
+    assert offloader.staged == [2] and seen[1] is not before and torch.equal(seen[1], before)
+    assert here.feature is before and seen[2] is known_one.feature  # though nobody moved it to the device
+    several = item(3, HOST, images=2)
+    embed(offloader, several, known_one)  # several images are not cached by their item
+    assert offloader.staged == [2, 3, 3]
 
 
 def test_a_released_feature_does_not_come_back(cache: EncoderCache) -> None:

@@ -94,9 +94,11 @@ class FeatureOffloader:
 
     @contextmanager
     def around_embedding(self, items: Sequence[MultimodalDataItem]) -> Iterator[None]:
-        """On entry the features that an encoder may be asked for are tensors; on exit none is left on the device."""
+        """On entry the features that an encoder may be asked for are tensors that the device reads by itself; on exit
+        none is left on the device."""
         self.settle(items)
         before = [item.feature for item in items]
+        self.stage(items)
         yield
         self.take(items, before)
 
@@ -109,10 +111,12 @@ class FeatureOffloader:
         copies: dict[int, Offload] = {}
         for item, original in zip(items, before or [None] * len(items), strict=True):
             feature = item.feature
-            if not (isinstance(feature, torch.Tensor) and self.on_device(feature)):
+            if not isinstance(feature, torch.Tensor):
                 continue
             if isinstance(original, torch.Tensor) and not self.on_device(original):
                 item.feature = original
+                continue
+            if not self.on_device(feature):
                 continue
             # Several requests about one image bring it several times; what one hash stands for is the same pixels.
             if item.hash not in copies:
@@ -124,12 +128,19 @@ class FeatureOffloader:
 
         Items of several images are cached by request, not by item: beside one of those, everything is waited for.
         """
-        cache = _sgl.mm_utils.embedding_cache
-        by_image = cache is not None and all(len(item.offsets or ()) == 1 for item in items)
+        cached = _cached(items)
         for item in items:
             feature = item.feature
-            if isinstance(feature, Offload) and (feature.done() or not (by_image and cache.has(item.hash))):
+            if isinstance(feature, Offload) and (feature.done() or item.hash not in cached):
                 item.feature = feature.wait()
+
+    def stage(self, items: Sequence[MultimodalDataItem]) -> None:
+        """Put pinned copies in the place of features in host memory that the encoder will be asked for."""
+        cached = _cached(items)
+        for item in items:
+            feature = item.feature
+            if isinstance(feature, torch.Tensor) and not self.on_device(feature) and item.hash not in cached:
+                item.feature = self.pinned(feature)
 
     def offload(self, tensor: torch.Tensor) -> Offload:
         """Have a tensor copied, behind what its device's current stream has been given; waits beyond the limit."""
@@ -163,6 +174,10 @@ class FeatureOffloader:
         """Whether a feature takes device memory."""
         return tensor.is_cuda
 
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in pinned memory; the tensor itself where there is no device to read it."""
+        return tensor.pin_memory() if torch.cuda.is_initialized() else tensor
+
     def mark(self, tensor: torch.Tensor) -> torch.cuda.Event:
         """What ``copy`` has to wait for: all that the current stream of the tensor's device has been given."""
         event = torch.cuda.Event(blocking=True)  # a thread that polls would take a core from the scheduler
@@ -180,6 +195,14 @@ class FeatureOffloader:
             self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
         with torch.cuda.stream(self._streams[tensor.device]):
             return tensor.to("cpu")
+
+
+def _cached(items: Sequence[MultimodalDataItem]) -> set[int]:
+    """The hashes of items whose embeddings are cached for sure: of items of several images, none."""
+    cache = _sgl.mm_utils.embedding_cache
+    if cache is None or not all(len(item.offsets or ()) == 1 for item in items):
+        return set()
+    return {item.hash for item in items if cache.has(item.hash)}
 
 
 offloader = FeatureOffloader()

@@ -1,8 +1,9 @@
 """Images on the way in: on the host where they are small, without what is done once per image token.
 
 SGLang opens and resizes every image on the GPU that serves. There the tokenizer's process takes turns with the
-scheduler's: it waits for slices of time between steps, and every step waits for it. A processor of transformers writes an image's placeholder hundreds of times into the text, tokenizes that, and compares
-each token, as a tensor, with each kind of placeholder: milliseconds for 256 tokens, in which the device does nothing.
+scheduler's: it waits for slices of time between steps, and every step waits for it. A processor of transformers writes
+an image's placeholder hundreds of times into the text, tokenizes that, and compares each token, as a tensor, with each
+kind of placeholder: milliseconds for 256 tokens, in which the device does nothing.
 Each function here wraps one of theirs, covers the case that it is for, and leaves every other to the original.
 """
 
