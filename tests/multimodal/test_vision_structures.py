@@ -23,6 +23,9 @@ from vlora_sgl.multimodal.vision_layers import attentions, patch_embeddings
 from vlora_sgl.multimodal.vision_structures import Grid, Structure, parts_of
 
 pytestmark = pytest.mark.usefixtures("runtime")
+on_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="SGLang's layers take a CPU's tensors where there is no CUDA"
+)
 
 PATCHES: list[Grid] = [(1, 4, 4), (1, 4, 8), (1, 8, 4), (1, 6, 10), (2, 4, 6)]
 CALLS = [(0, 1), (1, 1), (2, 3), (3, 2), (4, 1), (4, 3), (0, 6), (3, 7)]  # which size, how many images
@@ -47,7 +50,7 @@ def eagerly(one: Structure, x: torch.Tensor, grid: Grid, count: int) -> torch.Te
     return answer
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang's layers take a CPU's tensors where there is no CUDA")
+@on_cpu
 @pytest.mark.parametrize("family", ENCODERS)
 @torch.no_grad()
 def test_parts_compute_what_the_encoder_does(family: str) -> None:
@@ -67,7 +70,7 @@ def test_parts_compute_what_the_encoder_does(family: str) -> None:
     assert not any("forward" in vars(block) for block in one.blocks)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang's layers take a CPU's tensors where there is no CUDA")
+@on_cpu
 @pytest.mark.parametrize("family", ENCODERS)
 @torch.no_grad()
 def test_blocks_get_as_many_rows_as_adapters_are_told(family: str) -> None:
@@ -81,7 +84,7 @@ def test_blocks_get_as_many_rows_as_adapters_are_told(family: str) -> None:
         assert seen.pop() == count * one.rows(grid)[0]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang's layers take a CPU's tensors where there is no CUDA")
+@on_cpu
 @pytest.mark.parametrize("family", ENCODERS)
 @torch.no_grad()
 def test_weights_that_are_replaced_are_those_that_parts_read(family: str) -> None:
@@ -113,6 +116,7 @@ def test_an_item_is_as_many_images_to_adapters_as_to_graphs(family: str) -> None
     assert encoder.rows(item, "image") == [one.rows(grid) for grid in grids]
 
 
+@on_cpu
 @pytest.mark.parametrize("select", [-1, -2, 1])
 @torch.no_grad()
 def test_internvl_takes_the_states_that_it_is_configured_for(select: int) -> None:
