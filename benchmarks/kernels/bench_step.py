@@ -82,6 +82,7 @@ CASES = {
     "before": ("base", "one", "eight", "mixture"),
     "before16": ("eight",),
     # Of bench_moe:
+    "off_again": ("base",),
     "merged16": ("one",),
     "stock16": ("base", "eight"),
 }

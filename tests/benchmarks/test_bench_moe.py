@@ -28,6 +28,8 @@ def test_figures_are_over_lora_off() -> None:
             "overhead_vs_sglang": 0.25,
         }
     )
+    assert figures_of([*made, *rows(off_again__base=4.0)])["decode8_over_off"] == 1.5  # the faster one counts
+    assert figures_of([*made, *rows(off_again__base=9.0)]) == found
     assert figures_of(rows(ours16__eight=6.0)) == {}
     assert "overhead_vs_sglang" not in figures_of(rows(off__base=5.0, ours16__eight=6.0))
 

@@ -78,9 +78,8 @@ def process_mm_data(
 def small(images: object) -> bool:
     """Whether these are images in host memory, of at most ``HOST_PIXELS`` together."""
     listed = images if isinstance(images, list) else [images]
-    if not all(isinstance(one, Image.Image) for one in listed):
-        return False
-    return sum(one.width * one.height for one in listed) <= HOST_PIXELS
+    pixels = [one.width * one.height for one in listed if isinstance(one, Image.Image)]
+    return len(pixels) == len(listed) and sum(pixels) <= HOST_PIXELS
 
 
 class Halves:
