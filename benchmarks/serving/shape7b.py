@@ -284,7 +284,11 @@ def make_adapters(
 
 
 def make_tower_adapters(root: Path, model: Path, names: Iterable[str], rank: int) -> dict[str, Path]:
-    """As ``make_adapters``, on every linear of a Qwen2.5-VL's vision tower and its projector, and on nothing else."""
+    """As ``make_adapters``, on every linear of a Qwen2.5-VL's vision tower and its projector, and on nothing else.
+
+    Of rank 16 their updates are a third of SGLang's dummy weights: trained ones stay below 0.6 of the base. One that is
+    larger than those weights makes the GEMMs of a merged tower 2 to 3 % slower, with the same kernels (H200).
+    """
     vision = json.loads((model / "config.json").read_text())["vision_config"]
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
     merged = hidden * vision.get("spatial_merge_size", 2) ** 2
@@ -294,13 +298,13 @@ def make_tower_adapters(root: Path, model: Path, names: Iterable[str], rank: int
     shapes |= {"merger.mlp.0": (merged, merged), "merger.mlp.2": (merged, vision["out_hidden_size"])}
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
-        tensors |= _random_pair(f"base_model.model.model.visual.{name}", rank, *shape)
+        tensors |= _random_pair(f"base_model.model.model.visual.{name}", rank, *shape, size=0.005)
     return _write_adapters(root, names, tensors, rank, sorted(f"visual.{name}" for name in shapes))
 
 
-def _random_pair(stem: str, rank: int, width_in: int, width_out: int) -> dict[str, torch.Tensor]:
+def _random_pair(stem: str, rank: int, width_in: int, width_out: int, size: float = 0.01) -> dict[str, torch.Tensor]:
     shapes = {"lora_A": (rank, width_in), "lora_B": (width_out, rank)}
-    return {f"{stem}.{part}.weight": torch.randn(shape).mul(0.01).to(torch.bfloat16) for part, shape in shapes.items()}
+    return {f"{stem}.{part}.weight": torch.randn(shape).mul(size).to(torch.bfloat16) for part, shape in shapes.items()}
 
 
 def _write_adapters(
