@@ -110,7 +110,7 @@ TABLE = (
     Seam("BaseMultimodalProcessor._fast_image_processor_device", "vlora_sgl.multimodal.image_requests:fast_device",
          ENGINE, WRAP,
          "SGLang resizes every image on the GPU, where the tokenizer's process takes turns with the scheduler's.",
-         "tens of milliseconds of a small image's TTFT while requests run"),
+         "milliseconds of a small image's TTFT while requests run"),
     Seam("BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc", "vlora_sgl.multimodal.image_requests:wrap_for_cuda_ipc",
          ENGINE, WRAP,
          "SGLang tells the scheduler of an image's features without waiting until they are there.",

@@ -249,3 +249,20 @@ def test_on_a_gpu_the_host_goes_on_and_the_values_are_those_behind_the_encoder(c
     copied = one.feature.wait()
     assert copied.device.type == "cpu" and bool((copied == 7).all())
     torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_step_does_not_hold_up_features_of_the_host(cache: EncoderCache) -> None:
+    offloader, features = FeatureOffloader(), torch.arange(2 << 20).float()
+    one = SimpleNamespace(hash=1, offsets=[(0, 3)], feature=features)
+    with offloader.around_embedding([one]):  # memory for it is there from now on
+        one.feature = one.feature.to("cuda")
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    torch.cuda._sleep(1_000_000_000)  # half a second of other requests
+    with offloader.around_embedding([one]):
+        assert one.feature.is_pinned()
+        one.feature = moved = one.feature.to("cuda", non_blocking=True)
+    assert time.perf_counter() - start < 0.1 and one.feature is features
+    assert torch.equal(moved.cpu(), features)
