@@ -286,8 +286,8 @@ def make_adapters(
 def make_tower_adapters(root: Path, model: Path, names: Iterable[str], rank: int) -> dict[str, Path]:
     """As ``make_adapters``, on every linear of a Qwen2.5-VL's vision tower and its projector, and on nothing else.
 
-    Of rank 16 their updates are a third of SGLang's dummy weights: trained ones stay below 0.6 of the base. One that is
-    larger than those weights makes the GEMMs of a merged tower 2 to 3 % slower, with the same kernels (H200).
+    Of rank 16 their updates are a third of SGLang's dummy weights: trained ones stay below 0.6 of the base. One that
+    is larger than those weights makes the GEMMs of a merged tower 2 to 3 % slower, with the same kernels (H200).
     """
     vision = json.loads((model / "config.json").read_text())["vision_config"]
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
