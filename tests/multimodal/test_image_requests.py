@@ -188,7 +188,7 @@ def test_small_images_are_resized_by_the_host(
     assert_same(answer(processor, text, images), theirs)
 
 
-HALF = picture(1024, 512)
+HALF = picture(1024, 768)
 
 
 @pytest.mark.parametrize(
