@@ -31,8 +31,8 @@ WITHOUT_EFFECT |= {"return_token_type_ids", "return_mm_token_type_ids", "return_
 
 HOST_PIXELS = 3 << 19
 """Pixels of a request's images up to which the host opens and resizes them: seven of 448 x 448 (256 tokens of a Qwen).
-They take some 45 ms of a core, of which opening is spread over threads, and resizing is torch's; one of 224 x 224 takes
-1.5."""
+Seven take some 45 ms of a core; threads share their opening, and torch's their resizing. One of 224 x 224 takes 1.5.
+"""
 
 
 class _Request(threading.local):
