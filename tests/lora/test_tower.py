@@ -381,7 +381,11 @@ def test_tables_of_a_graph_say_what_every_image_of_a_call_applies(
     for names in (NAMES, ("tower",) * 6, (None, "whole", "whole", None, "projector", "both")):
         applied = routing.applied_by(items([sees(name) for name in names], range(6), [grid] * 6))
         assert applied is not None and routing.fit(applied)
-        tables = routing.tables((6 * structure.rows(grid)[0], 6 * structure.rows(grid)[1]))
+        pairs = max(map(len, applied))  # as the graph's kind has it
+        tables = routing.tables((6 * structure.rows(grid)[0], 6 * structure.rows(grid)[1]), pairs)
+        tiles = [one.routing(one.max_rows).tile_slots for one in tables]
+        assert all(of_graph is None or of_graph.shape[1] == pairs for of_graph in tiles)  # few rows have gates
+        assert any(of_graph is not None for of_graph in tiles)
         routing.refresh(tables, [()] * 6)
         assert not any(found for table in tables for found in read(table))
         routing.refresh(tables, applied)

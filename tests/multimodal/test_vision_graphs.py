@@ -275,6 +275,7 @@ class Adapters:
         self.encoder, self.images, self.tables_made = encoder, [], 0
         self.routed: list[Any] = []
         self.read: dict[str, Any] | None = None
+        self.widths: list[int] = []
         encoder.forward = self.eager  # type: ignore[method-assign]
 
     def eager(self, x: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
@@ -294,9 +295,10 @@ class Adapters:
     def fit(self, applied: Any) -> bool:
         return all(slots != ((UNFIT, 1.0),) for slots in applied)
 
-    def tables(self, rows: tuple[int, int]) -> dict[str, Any]:
+    def tables(self, rows: tuple[int, int], pairs: int) -> dict[str, Any]:
         assert rows[0] == 4 * rows[1]
         self.tables_made += 1
+        self.widths.append(pairs)
         return {"rows": rows, "is": [1]}
 
     def refresh(self, tables: dict[str, Any], applied: Any) -> None:
@@ -382,6 +384,27 @@ def test_images_of_one_call_have_one_graph_whichever_adapters_are_theirs(
     graphs.forget_adapted()
     encode(graphs, adapters, 2, 7, None)
     assert adapters.encoder.eager == eager + 2
+
+
+def test_images_that_apply_two_have_graphs_of_their_own(adapted: tuple[VisionGraphs, Adapters]) -> None:
+    graphs, adapters = adapted
+    x, grid = torch.rand(4, 2), torch.tensor([[1, 2, 2]])
+    for _ in range(AFTER):
+        encode(graphs, adapters, 3)
+        adapters.images = [((3, 1.0), (4, -1.0))]
+        graphs(x, grid)
+        adapters.images = []
+    while graphs.capture_wanted():
+        pass
+    assert adapters.widths == [1, 2] and graphs.state()["graphs"] == 2
+    eager = adapters.encoder.eager
+    for slots in ([((3, 1.0),)], [((5, 1.0), (4, -1.0))]):
+        adapters.images = slots
+        graphs(x, grid)
+    assert adapters.encoder.eager == eager
+    adapters.images = [((3, 1.0),), ((5, 1.0), (4, -1.0))]
+    graphs(torch.cat([x, x]), grid.repeat(2, 1))
+    assert adapters.encoder.eager == eager, "each image by its own"
 
 
 def test_a_wrong_graph_with_adapters_leaves_the_others(adapted: tuple[VisionGraphs, Adapters]) -> None:

@@ -95,6 +95,7 @@ class GraphTables:
         tuples: whether layers gather rows anew on the device (``Routing.tuples``).
         routed: whether rows may be routed on the device, which then have tiles of their own.
         most_dense: slots in use up to which the dense kernels run in this pool.
+        pairs: slots that a row of the grouped kernels applies at most.
     """
 
     RING = 4
@@ -111,7 +112,9 @@ class GraphTables:
         tuples: bool = False,
         routed: bool = False,
         most_dense: int = DENSE_MAX_SLOTS,
+        pairs: int = GRAPH_PAIRS,
     ) -> None:
+        self.pairs = pairs
         self.routed, self.most_dense = routed, most_dense
         self.places, self.max_rows, self.device, self.marked = tuple(places), max_rows, device, marked
         slots = self.slots = len(places)
@@ -125,12 +128,12 @@ class GraphTables:
             "n_tiles": 1,
             "counts": 2,
             "tile_rows": self.max_tiles * self.block,
-            "tile_slots": self.max_tiles * GRAPH_PAIRS,
-            "tile_gates": self.max_tiles * GRAPH_PAIRS * self.block,
+            "tile_slots": self.max_tiles * self.pairs,
+            "tile_gates": self.max_tiles * self.pairs * self.block,
             "marks": max_rows * marked,
             "row_tuples": max_rows * tuples,
-            "tuple_words": self._most_tiles(0) * GRAPH_PAIRS * tuples,
-            "tuple_gates": self._most_tiles(0) * GRAPH_PAIRS * tuples,
+            "tuple_words": self._most_tiles(0) * self.pairs * tuples,
+            "tuple_gates": self._most_tiles(0) * self.pairs * tuples,
         }
         self.tuples = tuples
         self.at: dict[str, slice] = {}
@@ -151,7 +154,7 @@ class GraphTables:
         """Whether a batch has room: rows, slots in use, slots that a row applies at most, different sets of those."""
         if self.is_dense(rows, active) and not self.tuples:
             return True
-        return pairs <= GRAPH_PAIRS and tuples <= self._most_tiles(0)
+        return pairs <= self.pairs and tuples <= self._most_tiles(0)
 
     def is_dense(self, rows: int, active: int) -> bool:
         """Whether the graph that runs a batch is one of the dense kernels."""
@@ -188,7 +191,7 @@ class GraphTables:
         if self.marked:
             view.marks = words[at["marks"]][:rows]
         if self.tuples:
-            own, gates = (words[at[name]].view(-1, GRAPH_PAIRS) for name in ("tuple_words", "tuple_gates"))
+            own, gates = (words[at[name]].view(-1, self.pairs) for name in ("tuple_words", "tuple_gates"))
             view.tuples = RowTuples(words[at["row_tuples"]][:rows], own, gates.view(torch.float32))
         if dense:
             view.active = words[at["active"]]
@@ -197,8 +200,8 @@ class GraphTables:
             view.n_tiles = words[at["n_tiles"]]
             most = self._most_tiles(rows)  # tiles of rows past the batch come last
             view.tile_rows = words[at["tile_rows"]].view(-1, self.block)[:most]
-            view.tile_slots = words[at["tile_slots"]].view(-1, GRAPH_PAIRS)[:most]
-            view.tile_gates = words[at["tile_gates"]].view(torch.float32).view(-1, GRAPH_PAIRS, self.block)[:most]
+            view.tile_slots = words[at["tile_slots"]].view(-1, self.pairs)[:most]
+            view.tile_gates = words[at["tile_gates"]].view(torch.float32).view(-1, self.pairs, self.block)[:most]
         return view
 
     def refresh(
@@ -277,14 +280,14 @@ class GraphTables:
         groups, rows = groups_of(runs)
         of_rows, words, gates = tuple_tables(groups, rows, ranks, scalings, self.places)
         count, width = words.shape
-        if count > self._most_tiles(0) or width > GRAPH_PAIRS:
+        if count > self._most_tiles(0) or width > self.pairs:
             raise ConfigError(
                 f"{count} slot tuples with {width} slots a row exceed the graph's tables "
-                f"({self._most_tiles(0)}, {GRAPH_PAIRS})"
+                f"({self._most_tiles(0)}, {self.pairs})"
             )
         host[self.at["row_tuples"]][:rows], host[self.at["row_tuples"]][rows:] = of_rows, 0
         for name, table in (("tuple_words", words), ("tuple_gates", gates.view(np.int32))):
-            held = host[self.at[name]].reshape(-1, GRAPH_PAIRS)
+            held = host[self.at[name]].reshape(-1, self.pairs)
             held[:] = 0
             held[:count, :width] = table
 
@@ -304,20 +307,20 @@ class GraphTables:
         spare = np.arange(rows, self._padded(rows) if len(routed) else self.max_rows, dtype=np.int32)
         tiles, slots, gates = grouped_tables([*groups, (spare, ())], ranks, scalings, self.places, self.block)
         count, width = slots.shape
-        if count > self.max_tiles or width > GRAPH_PAIRS:
+        if count > self.max_tiles or width > self.pairs:
             if not read:
                 host[self.at["n_tiles"]] = 0
                 return
             raise ConfigError(
                 f"{count} row tiles with {width} slots a row exceed the graph's tables "
-                f"({self.max_tiles}, {GRAPH_PAIRS}); lower --cuda-graph-max-bs to {DENSE_MAX_ROWS}"
+                f"({self.max_tiles}, {self.pairs}); lower --cuda-graph-max-bs to {DENSE_MAX_ROWS}"
             )
         host[self.at["n_tiles"]] = count
         host[self.at["tile_rows"]].reshape(-1, self.block)[:count] = tiles
-        every = host[self.at["tile_slots"]].reshape(-1, GRAPH_PAIRS)
+        every = host[self.at["tile_slots"]].reshape(-1, self.pairs)
         every[:] = 0
         every[:count, :width] = slots
-        all_gates = host[self.at["tile_gates"]].view(np.float32).reshape(-1, GRAPH_PAIRS, self.block)
+        all_gates = host[self.at["tile_gates"]].view(np.float32).reshape(-1, self.pairs, self.block)
         all_gates[:count, :width] = gates
 
 

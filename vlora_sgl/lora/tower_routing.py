@@ -138,11 +138,13 @@ class TowerRouting:
         """Whether the tables of a graph have room for images that apply this."""
         return max(map(len, applied)) <= GRAPH_PAIRS and len(set(applied)) <= 2 * self._rows.slots
 
-    def tables(self, rows: Rows) -> Tables:
-        """Tables at fixed addresses, for graphs of images that have so many rows together."""
+    def tables(self, rows: Rows, pairs: int) -> Tables:
+        """Tables at fixed addresses, for graphs of images that have so many rows together and apply so many slots."""
         places = range(self._rows.slots)
+        blocks = (TILE_ROWS[True] if count >= MANY_ROWS else None for count in rows)
         made = (
-            GraphTables(count, places, self._device, TILE_ROWS[True] if count >= MANY_ROWS else None) for count in rows
+            GraphTables(count, places, self._device, block, pairs=pairs)
+            for count, block in zip(rows, blocks, strict=True)
         )
         first, second = made
         return first, second

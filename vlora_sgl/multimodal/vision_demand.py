@@ -16,8 +16,8 @@ OVERDUE = 24
 REMEMBERED = 512
 """Kinds that are counted at a time."""
 
-Kind = tuple[Grid, int, bool]
-"""Of a graph: the size of its images, how many they are, and whether adapters apply to any."""
+Kind = tuple[Grid, int, int]
+"""Of a graph: the size of its images, how many they are, and how many adapters one of them applies at most."""
 
 
 class Demand:
@@ -64,4 +64,4 @@ class Demand:
         self._given_up.add((several, adapted))
 
     def _never(self, kind: Kind) -> bool:
-        return (kind[1] > 1, kind[2]) in self._given_up
+        return (kind[1] > 1, kind[2] > 0) in self._given_up

@@ -9,8 +9,8 @@ A graph is of one image, or of several of one size: pages, tiles, frames. What a
 graphs of its parts may serve, one after the other. That saves the host its launches, and costs the device, which few
 patches do not fill: eight images of 1,024 patches took 27.5 ms one by one, and 24.1 in one eager run (Qwen2.5-VL-7B's
 encoder, H200, 2026-11-30). So it is done only where the device would wait for the host (``TOGETHER``).
-A kind of images has one graph more for those that adapters of the encoder apply to, which reads which they are from
-tables.
+A kind of images has graphs of its own where adapters of the encoder apply, which read which they are from tables: one
+where an image applies one at most, and one for two, as in a mixture, whose kernels multiply twice.
 
 A graph computes what an eager run of the same images together computes, bit for bit; that is checked when it is
 captured. In 16 bits an image's last bits depend on what it is encoded with, as without graphs: matrix products of
@@ -77,7 +77,7 @@ class Adapters(Protocol):
     def route(self) -> None: ...
     def applied_by(self, items: Sequence[MultimodalDataItem]) -> Sequence[Slots] | None: ...
     def fit(self, applied: Any) -> bool: ...
-    def tables(self, rows: Rows) -> Any: ...
+    def tables(self, rows: Rows, pairs: int) -> Any: ...
     def refresh(self, tables: Any, applied: Any) -> None: ...
     def reading(self, tables: Any) -> AbstractContextManager[None]: ...
 
@@ -99,7 +99,7 @@ class VisionGraphs:
 
     def __init__(self, structure: Structure, limit: int, wanted: Sequence[Grid] = ()) -> None:
         self.structure, self.limit = structure, limit
-        self._demand = Demand((grid, 1, False) for grid in wanted[:limit])
+        self._demand = Demand((grid, 1, 0) for grid in wanted[:limit])
         self.replays = 0
         self._eager = getattr(structure.owner, structure.method)
         self._graphs: OrderedDict[Kind, tuple[_Graph, Any]] = OrderedDict()  # with the tables that it reads
@@ -219,14 +219,14 @@ class VisionGraphs:
         Args:
             x: such images.
         """
-        (grid, count, adapted), tables = kind, None
+        (grid, count, pairs), tables = kind, None
         self._demand.wanted.pop(kind, None)
         try:
             with ExitStack() as stack:
                 if self.adapters is not None:
-                    if adapted:
+                    if pairs:
                         patches, tokens = self.structure.rows(grid)
-                        tables = self.adapters.tables((count * patches, count * tokens))
+                        tables = self.adapters.tables((count * patches, count * tokens), pairs)
                         self.adapters.refresh(tables, [()] * count)
                     stack.enter_context(self.adapters.reading(tables))
                 answer, parts = parts_of(self.structure, self._eager, x, grid, count)
@@ -237,7 +237,7 @@ class VisionGraphs:
         except Exception as error:  # out of memory, an operation that cannot be captured, or an encoder that changed
             reason = str(error)
         if reason is not None:
-            self._give_up(reason, count > 1, adapted)
+            self._give_up(reason, count > 1, pairs > 0)
             return
         self._graphs[kind] = graph, tables
         several = [held for held in self._graphs if held[1] > 1]  # the least recently used one first
@@ -268,7 +268,7 @@ class VisionGraphs:
 
 def _kind(grids: Sequence[Grid], applied: Sequence[Slots], places: Sequence[int]) -> Kind:
     """Of images of one size, at these places of a call."""
-    return grids[places[0]], len(places), any(applied[place] for place in places)
+    return grids[places[0]], len(places), max(len(applied[place]) for place in places)
 
 
 def _kinds(grids: Sequence[Grid], applied: Sequence[Slots]) -> Iterator[Kind]:
