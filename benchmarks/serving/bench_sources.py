@@ -41,6 +41,9 @@ from benchmarks.summary import record
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS, STREAMS, SEEDS, PICTURES = 1000, 4, (0, 1, 2), 16
+STORED = 3
+"""Numbers whose rounding moves a log-probability by a unit roundoff each: the sum of exponentials in the server and in
+the trainer, and the server's probability."""
 MOST_GROWTH_MB = 64.0
 """Of the server over the second half of the pushes; a copy of each version's weights would be 240 MB."""
 
@@ -116,8 +119,8 @@ def share_of_bound(policy: Any, rows: list[Any]) -> float:
 def logprob_bounds_of(policy: Any, model: Any, row: Any, answer: list[int]) -> list[float]:
     """How far rounding may move each log-probability of an answer about a picture.
 
-    That is its bound (docs/design/modes.md), and how far storing the probability once moves its logarithm, which alone
-    is left where it is nearly 1."""
+    That is its bound (docs/design/modes.md), and what is stored behind the logits (``STORED``), which alone is left
+    where a probability is nearly 1."""
     from tests.support.rounding import UNIT, logprob_bounds
 
     given = dict(policy.processor(text=[policy.prompt(row[1])], images=[row[0]], return_tensors="pt"))
@@ -129,7 +132,8 @@ def logprob_bounds_of(policy: Any, model: Any, row: Any, answer: list[int]) -> l
         return type(model).forward(model, input_ids=input_ids, **pixels, **kinds)
 
     model.forward = forward
-    return [bound + UNIT[torch.float32] for bound in logprob_bounds(model, prompt, answer, torch.float32)]
+    stored = STORED * UNIT[torch.float32]
+    return [bound + stored for bound in logprob_bounds(model, prompt, answer, torch.float32)]
 
 
 # A push on a GPU
