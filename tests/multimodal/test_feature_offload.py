@@ -16,7 +16,7 @@ import torch
 from vlora_sgl import _sgl
 from vlora_sgl.multimodal.embedding_count import chunked_prefill_embedding
 from vlora_sgl.multimodal.encoder_cache import EncoderCache
-from vlora_sgl.multimodal.feature_offload import FeatureOffloader, Offload
+from vlora_sgl.multimodal.feature_offload import FeatureOffloader, Offload, cached_hashes
 
 DEVICE, HOST = torch.float16, torch.float32
 """Which memory a tensor of these tests is in."""
@@ -115,9 +115,9 @@ def test_only_what_is_not_cached_is_waited_for(cache: EncoderCache) -> None:
     assert isinstance(here.feature, Offload)
     embed(offloader, lost)
     threading.Timer(0.05, lambda: offloader.allowed.release(2)).start()
-    offloader.settle([lost])
+    offloader.settle([lost], cached_hashes([lost]))
     assert lost.feature.dtype == HOST
-    offloader.settle([here])  # done by now, so it costs nothing
+    offloader.settle([here], cached_hashes([here]))  # done by now, so it costs nothing
     assert here.feature.dtype == HOST
 
 
@@ -126,7 +126,7 @@ def test_items_of_several_images_are_always_waited_for(cache: EncoderCache) -> N
     known(cache, 1)
     embed(offloader, several)
     threading.Timer(0.05, offloader.allowed.release).start()
-    offloader.settle([several])
+    offloader.settle([several], cached_hashes([several]))
     assert several.feature.dtype == HOST
 
 
@@ -170,7 +170,7 @@ def test_a_released_feature_does_not_come_back(cache: EncoderCache) -> None:
     one.feature = None  # MultimodalInputs.release_features
     offloader.allowed.release()
     until(lambda: bool(offloader.copied))
-    offloader.settle([one])
+    offloader.settle([one], cached_hashes([one]))
     assert one.feature is None
 
 
@@ -180,7 +180,7 @@ def test_a_copy_that_fails_leaves_the_feature_and_the_thread(
     offloader, one = Offloader(allowed=9), item(1)
     offloader.failure = RuntimeError("no host memory")
     embed(offloader, one)
-    offloader.settle([one])
+    offloader.settle([one], cached_hashes([one]))
     assert one.feature.dtype == DEVICE and "stay on the device: no host memory" in caplog.text
     offloader.failure = None
     embed(offloader, one)  # tried again with the next use

@@ -32,7 +32,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -96,9 +96,10 @@ class FeatureOffloader:
     def around_embedding(self, items: Sequence[MultimodalDataItem]) -> Iterator[None]:
         """On entry the features that an encoder may be asked for are tensors that the device reads by itself; on exit
         none is left on the device."""
-        self.settle(items)
+        cached = cached_hashes(items)
+        self.settle(items, cached)
         before = [item.feature for item in items]
-        self.stage(items)
+        self.stage(items, cached)
         yield
         self.take(items, before)
 
@@ -123,20 +124,19 @@ class FeatureOffloader:
                 copies[item.hash] = self.offload(feature)
             item.feature = copies[item.hash]
 
-    def settle(self, items: Sequence[MultimodalDataItem]) -> None:
+    def settle(self, items: Sequence[MultimodalDataItem], cached: Set[int]) -> None:
         """Put tensors in the place of their ``Offload``, but for copies under way that nobody will ask for.
 
-        Items of several images are cached by request, not by item: beside one of those, everything is waited for.
+        Args:
+            cached: hashes of those whose embeddings are.
         """
-        cached = _cached(items)
         for item in items:
             feature = item.feature
             if isinstance(feature, Offload) and (feature.done() or item.hash not in cached):
                 item.feature = feature.wait()
 
-    def stage(self, items: Sequence[MultimodalDataItem]) -> None:
+    def stage(self, items: Sequence[MultimodalDataItem], cached: Set[int]) -> None:
         """Put pinned copies in the place of features in host memory that the encoder will be asked for."""
-        cached = _cached(items)
         for item in items:
             feature = item.feature
             if isinstance(feature, torch.Tensor) and not self.on_device(feature) and item.hash not in cached:
@@ -197,8 +197,11 @@ class FeatureOffloader:
             return tensor.to("cpu")
 
 
-def _cached(items: Sequence[MultimodalDataItem]) -> set[int]:
-    """The hashes of items whose embeddings are cached for sure: of items of several images, none."""
+def cached_hashes(items: Sequence[MultimodalDataItem]) -> set[int]:
+    """The hashes of items whose embeddings are cached for sure.
+
+    Items of several images are cached by request, not by item: beside one of those, none is.
+    """
     cache = _sgl.mm_utils.embedding_cache
     if cache is None or not all(len(item.offsets or ()) == 1 for item in items):
         return set()
