@@ -104,7 +104,7 @@ EXPERTS: Config = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate
 def _qwen3_vl_moe(text: Config, tokens: Config, more: Config) -> nn.Module:
     # SGLang takes the outputs of three layers of the tower for the first three of the text, whatever is configured.
     vision = {**_QWEN2_VISION, "depth": 3, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
-    text = {**EXPERTS, **text, "head_dim": 8, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+    text = {**EXPERTS, **text, "head_dim": 16, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
     config = Qwen3VLMoeConfig(
         text_config=text,
         vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1, 2], **more},

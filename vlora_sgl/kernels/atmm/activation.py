@@ -16,6 +16,20 @@ from vlora_sgl.kernels.atmm.pieces import _dot, _load_b, _pick, _to_output, _to_
 
 
 @triton.jit
+def _silu(x, FAST: tl.constexpr):
+    """x / (1 + e^-x). FAST without the care for numbers below 2^-126 that the compiler takes: a third less work."""
+    if FAST:
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, is_pure=True, pack=1
+        )
+        part = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], tl.float32, is_pure=True, pack=1
+        )
+        return x * part
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def _silu_tile(
     number,
     y_ptrs,
@@ -38,6 +52,7 @@ def _silu_tile(
     BN: tl.constexpr,
     CUT: tl.constexpr,
     V_SLOT: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """One column tile of one row tile: both halves of y, their products, and the activation."""
     cols = number * BN + tl.arange(0, BN)
@@ -58,18 +73,20 @@ def _silu_tile(
     if vectors is not None:
         gate = tl.where(marked, _to_output(gate, bias, vectors, row_words, cols[None, :], live, V_SLOT, 2 * I), gate)
         up = tl.where(marked, _to_output(up, bias, vectors, row_words, (I + cols)[None, :], live, V_SLOT, 2 * I), up)
-    act = gate / (1.0 + tl.exp(-gate)) * up
+    act = _silu(gate, FAST) * up
     tl.store(act_ptrs + cols[None, :], act.to(act_ptrs.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def _silu_rows(
-    act, y, b, h, tile_rows, words, bias, vectors, marks, m, stride_act, stride_y, b_slot, b_row, h_pair,
+    act, y, b, h, tile_rows, all_rows, words, bias, vectors, marks, m, stride_act, stride_y, b_slot, b_row, h_pair,
     I: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, PAIRS: tl.constexpr, PAIRS_P: tl.constexpr,
-    RUN: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr, BN: tl.constexpr, V_SLOT: tl.constexpr,
+    RUN: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, HEIGHT: tl.constexpr, BN: tl.constexpr,
+    V_SLOT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The first HEIGHT rows of the tile that begins at ``tile_rows``, and a program's columns (below)."""
-    rows = tl.load(tile_rows + tl.arange(0, HEIGHT)).to(tl.int64)
+    rows = all_rows if HEIGHT == BM else tl.load(tile_rows + tl.arange(0, HEIGHT))
+    rows = rows.to(tl.int64)
     row_live = ((rows >= 0) & (rows < m))[:, None]
     row_words = None
     if vectors is not None:
@@ -91,19 +108,19 @@ def _silu_rows(
         for number in tl.range(first, last, num_stages=STAGES):
             _silu_tile(
                 number, y_ptrs, act_ptrs, b_ptrs, (), (), words, row_live, k, None, None, None, b_slot, b_row,
-                I, R, 0, PAIRS_P, BN, False, V_SLOT,
+                I, R, 0, PAIRS_P, BN, False, V_SLOT, FAST,
             )  # fmt: skip
     elif tl.max((words >> 16) % 8, 0) == 0:
         for number in tl.range(first, last, num_stages=STAGES):
             _silu_tile(
                 number, y_ptrs, act_ptrs, b_ptrs, gate_lows, up_lows, words, row_live, k, bias, vectors, row_words,
-                b_slot, b_row, I, R, PAIRS, PAIRS_P, BN, False, V_SLOT,
+                b_slot, b_row, I, R, PAIRS, PAIRS_P, BN, False, V_SLOT, FAST,
             )  # fmt: skip
     else:
         for number in range(first, last):
             _silu_tile(
                 number, y_ptrs, act_ptrs, b_ptrs, gate_lows, up_lows, words, row_live, k, bias, vectors, row_words,
-                b_slot, b_row, I, R, PAIRS, PAIRS_P, BN, True, V_SLOT,
+                b_slot, b_row, I, R, PAIRS, PAIRS_P, BN, True, V_SLOT, FAST,
             )  # fmt: skip
 
 
@@ -137,6 +154,7 @@ def grouped_silu_kernel(
     BN: tl.constexpr,
     PDL: tl.constexpr,
     V_SLOT: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """act[row] = silu(y_gate + sum_p h_p B_gate^T) * (y_up + sum_p h_p B_up^T) for every row of every tile.
 
@@ -146,19 +164,22 @@ def grouped_silu_kernel(
     t = tl.program_id(1)
     if PDL:
         gdc_wait()
-    if t >= tl.load(n_tiles):
-        return
-    if tl.load(tile_rows + t * BM) >= m:
-        return
-    order = tl.arange(0, PAIRS_P)
-    words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
     tile_rows += t * BM
+    order = tl.arange(0, PAIRS_P)
+    tiles = tl.load(n_tiles)  # all that the tables say of a tile is asked for at once
+    begin = tl.load(tile_rows)
+    words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
+    all_rows = tl.load(tile_rows + tl.arange(0, BM))
+    if t >= tiles:
+        return
+    if begin >= m:
+        return
     fold = 0
     if FOLDS > 0:
-        fold = folds(tile_rows, m, BM, FOLDS)
+        fold = folds(all_rows, m, BM, FOLDS)
     for i in tl.static_range(FOLDS + 1):
         if fold == i:
             _silu_rows(
-                act, y, b, h, tile_rows, words, bias, vectors, marks, m, stride_act, stride_y, b_slot, b_row, h_pair,
-                I, R, RP, PAIRS, PAIRS_P, RUN, STAGES, BM >> i, BN, V_SLOT,
+                act, y, b, h, tile_rows, all_rows, words, bias, vectors, marks, m, stride_act, stride_y, b_slot, b_row,
+                h_pair, I, R, RP, PAIRS, PAIRS_P, RUN, STAGES, BM, BM >> i, BN, V_SLOT, FAST,
             )  # fmt: skip

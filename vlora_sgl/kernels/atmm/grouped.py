@@ -15,9 +15,8 @@ from vlora_sgl.kernels.atmm.pieces import _dot, _leave_split, _load_b, _locate, 
 
 
 @triton.jit
-def folds(tile_rows, m, BM: tl.constexpr, FOLDS: tl.constexpr):
+def folds(rows, m, BM: tl.constexpr, FOLDS: tl.constexpr):
     """How often a tile can be halved before it is too low for its rows, FOLDS times at most; they come first."""
-    rows = tl.load(tile_rows + tl.arange(0, BM))
     count = tl.sum(((rows >= 0) & (rows < m)).to(tl.int32), axis=0)
     found = 0
     for i in tl.static_range(FOLDS):
@@ -27,17 +26,19 @@ def folds(tile_rows, m, BM: tl.constexpr, FOLDS: tl.constexpr):
 
 @triton.jit
 def _shrink_rows(
-    x, h, tile_rows, tile_gates, partials, counters, a_ptrs, words, pair, cols, col_live, number, split, first, last,
-    m, stride_x, h_pair,
+    x, h, tile_rows, all_rows, tile_gates, partials, counters, a_ptrs, words, pair, cols, col_live, number, split,
+    first, last, m, stride_x, h_pair,
     K: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, HEIGHT: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The first HEIGHT rows of a tile of ``grouped_shrink_kernel``, and its columns ``cols``.
 
     ``tile_rows`` and ``tile_gates`` begin with the tile's; its partial sums with those of the tile ``number``.
+    ``all_rows`` are the tile's.
     """
     lane_m = tl.arange(0, HEIGHT)
-    rows = tl.load(tile_rows + lane_m).to(tl.int64)
+    rows = all_rows if HEIGHT == BM else tl.load(tile_rows + lane_m)
+    rows = rows.to(tl.int64)
     row_live = (rows >= 0) & (rows < m)
     x_ptrs = x + (rows // SHARE) * stride_x
     acc = tl.zeros((HEIGHT, BN), tl.float32)
@@ -103,11 +104,14 @@ def grouped_shrink_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if t >= tl.load(n_tiles):
-        return
     cols = n_tile * BN + tl.arange(0, BN)
     pair = cols // H
+    tile_rows += t * BM
+    tiles = tl.load(n_tiles)  # all that the tables say of a tile is asked for at once
     words = tl.load(tile_slots + t * PAIRS + pair, mask=pair < PAIRS, other=0)
+    all_rows = tl.load(tile_rows + tl.arange(0, BM))
+    if t >= tiles:
+        return
     places = words & 0xFFFF
     ranks = words >> 16
     if tl.max(ranks, 0) == 0:
@@ -122,16 +126,15 @@ def grouped_shrink_kernel(
         last = first  # only padding here: no bytes to read
     a_ptrs = a + places.to(tl.int64) * a_slot + ((cols % H // RP) * ranks + within).to(tl.int64) * K
     number = t * H_TILES + n_tile
-    tile_rows += t * BM
     tile_gates += t * PAIRS * BM
     fold = 0
     if FOLDS > 0:
-        fold = folds(tile_rows, m, BM, FOLDS)
+        fold = folds(all_rows, m, BM, FOLDS)
     for i in tl.static_range(FOLDS + 1):
         if fold == i:
             _shrink_rows(
-                x, h, tile_rows, tile_gates, partials, counters, a_ptrs, words, pair, cols, col_live, number, split,
-                first, last, m, stride_x, h_pair, K, H, SHARE, SPLIT, BM, BM >> i, BN, BK,
+                x, h, tile_rows, all_rows, tile_gates, partials, counters, a_ptrs, words, pair, cols, col_live, number,
+                split, first, last, m, stride_x, h_pair, K, H, SHARE, SPLIT, BM, BM >> i, BN, BK,
             )  # fmt: skip
 
 
@@ -190,14 +193,15 @@ def _expand_tile(
 
 @triton.jit
 def _expand_rows(
-    y, bias, b, h, tile_rows, words, vectors, marks, m, stride_y, b_slot, b_row, h_pair,
+    y, bias, b, h, tile_rows, all_rows, words, vectors, marks, m, stride_y, b_slot, b_row, h_pair,
     O1: tl.constexpr, O2: tl.constexpr, O3: tl.constexpr, O4: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     RP: tl.constexpr, PAIRS: tl.constexpr, PAIRS_P: tl.constexpr, N_TILES: tl.constexpr, RUN: tl.constexpr,
-    STAGES: tl.constexpr, ACCUMULATE: tl.constexpr, HAS_BIAS: tl.constexpr, HEIGHT: tl.constexpr, BN: tl.constexpr,
-    V_SLOT: tl.constexpr,
+    STAGES: tl.constexpr, ACCUMULATE: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, HEIGHT: tl.constexpr,
+    BN: tl.constexpr, V_SLOT: tl.constexpr,
 ):  # fmt: skip
     """The first HEIGHT rows of the tile that begins at ``tile_rows``, and a program's columns (below)."""
-    rows = tl.load(tile_rows + tl.arange(0, HEIGHT)).to(tl.int64)
+    rows = all_rows if HEIGHT == BM else tl.load(tile_rows + tl.arange(0, HEIGHT))
+    rows = rows.to(tl.int64)
     row_live = ((rows >= 0) & (rows < m))[:, None]
     row_words = None
     if vectors is not None:
@@ -265,22 +269,26 @@ def grouped_expand_kernel(
     t = tl.program_id(1)
     if PDL:
         gdc_wait()
-    if t >= tl.load(n_tiles):
-        return
-    if ACCUMULATE and tl.load(tile_slots + t * PAIRS) == 0:
-        return
-    if tl.load(tile_rows + t * BM) >= m:
-        return
-    order = tl.arange(0, PAIRS_P)
-    words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
     tile_rows += t * BM
+    order = tl.arange(0, PAIRS_P)
+    tiles = tl.load(n_tiles)  # all that the tables say of a tile is asked for at once
+    word = tl.load(tile_slots + t * PAIRS)
+    begin = tl.load(tile_rows)
+    words = tl.load(tile_slots + t * PAIRS + order, mask=order < PAIRS, other=0)
+    all_rows = tl.load(tile_rows + tl.arange(0, BM))
+    if t >= tiles:
+        return
+    if ACCUMULATE and word == 0:
+        return
+    if begin >= m:
+        return
     fold = 0
     if FOLDS > 0:
-        fold = folds(tile_rows, m, BM, FOLDS)
+        fold = folds(all_rows, m, BM, FOLDS)
     for i in tl.static_range(FOLDS + 1):
         if fold == i:
             _expand_rows(
-                y, bias, b, h, tile_rows, words, vectors, marks, m, stride_y, b_slot, b_row, h_pair,
-                O1, O2, O3, O4, C, R, RP, PAIRS, PAIRS_P, N_TILES, RUN, STAGES, ACCUMULATE, HAS_BIAS, BM >> i, BN,
+                y, bias, b, h, tile_rows, all_rows, words, vectors, marks, m, stride_y, b_slot, b_row, h_pair,
+                O1, O2, O3, O4, C, R, RP, PAIRS, PAIRS_P, N_TILES, RUN, STAGES, ACCUMULATE, HAS_BIAS, BM, BM >> i, BN,
                 V_SLOT,
             )  # fmt: skip

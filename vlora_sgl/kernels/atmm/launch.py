@@ -418,8 +418,8 @@ def _grouped_silu(
         act, y, b, h, routing.tile_rows, routing.tile_slots, routing.n_tiles, *_of_vectors(vectors, routing),
         routing.rows, act.stride(0), y.stride(0), b.stride(0), b.stride(1), h.stride(0),
         I=width, R=r, RP=rp, PAIRS=pairs, PAIRS_P=triton.next_power_of_2(pairs), RUN=tile.run, STAGES=stages,
-        BM=block_m, FOLDS=routing.folds, BN=tile.block_n, PDL=pdl, V_SLOT=_vector_slot(vectors), num_warps=tile.warps,
-        num_stages=1, **early(pdl),
+        BM=block_m, FOLDS=routing.folds, BN=tile.block_n, PDL=pdl, V_SLOT=_vector_slot(vectors),
+        FAST=act.is_cuda, num_warps=tile.warps, num_stages=1, **early(pdl),
     )  # fmt: skip
     return act
 
