@@ -88,8 +88,8 @@ def wanted_members(pattern: str, rows: int, members: int, rng: np.random.Generat
 class Timer:
     """Times work on the device, as a captured graph if asked, with the L2 cache flushed before each run.
 
-    Without a graph the device sleeps until the host has launched everything: host time is no part of the result, as in
-    serving, where it hides behind the base model's layers.
+    The device sleeps until the host has launched everything: host time is no part of the result, as in serving, where
+    it hides behind the base model's layers, or behind the step before.
     """
 
     def __init__(self, device: torch.device, repeats: int) -> None:
@@ -110,11 +110,6 @@ class Timer:
         for _ in range(3):
             work()
         run: Callable[[], object] = work
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        (before or work)()
-        cycles = int(1.5e9 * 2 * (time.perf_counter() - began))  # twice that time, at an H100's base clock
-        torch.cuda.synchronize()
         if graph:
             captured, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -124,16 +119,21 @@ class Timer:
                     work()
             torch.cuda.current_stream().wait_stream(stream)
             run = captured.replay
+        parts = [part for part in (before, run) if part is not None]
+        run()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for part in parts:
+            part()
+        cycles = int(1.5e9 * 2 * (time.perf_counter() - began))  # twice that time, at an H100's base clock
         found = []
         for _ in range(self.repeats):
             self.flusher.zero_()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if before is not None or not graph:
-                torch.cuda._sleep(cycles)
+            torch.cuda._sleep(cycles)
             start.record()
-            if before is not None:
-                before()
-            run()
+            for part in parts:
+                part()
             end.record()
             end.synchronize()
             found.append(start.elapsed_time(end))
