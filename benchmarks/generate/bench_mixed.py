@@ -1,6 +1,6 @@
 """One answer that needs three adapters in turn, against each of them alone and all of them merged, token by token.
 
-    python -m benchmarks.generate.bench_mixed [--summary FILE] [--steps N] [--rows FILE]
+    python -m benchmarks.generate.bench_mixed [--summary FILE] [--steps N M] [--rows FILE]
 
 On the embedded model's pictures (``tools.tiny.mixed``), in transformers. ``mixed_minus_own_points`` is the worst part
 under the worst of three routings (by token ids, by position, learned) against that part's own adapter alone;
@@ -26,7 +26,13 @@ from vlora_sgl.models import tiny
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="of 16 examples, of every training")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs=2,
+        default=(400, 800),
+        help="of 16 examples, of an adapter alone and of the three together",
+    )
     parser.add_argument("--examples", type=int, nargs=2, default=(1200, 450), help="for training, and for the test")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="keep the trained adapters here")
@@ -39,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         domains.prepare(data, mixed.PARTS)
         adapters = Path(tiny.path()).parent / "adapters"
         model, processor = load(tiny.path(), torch.device(args.device))
-        report = mixed.measure(model, processor, adapters, data, out, args.steps, tuple(args.examples), args.seed)
+        report = mixed.measure(
+            model, processor, adapters, data, out, tuple(args.steps), tuple(args.examples), args.seed
+        )
     print(json.dumps(report, indent=1))
     if args.rows:
         args.rows.write_text(json.dumps(report, indent=1) + "\n")

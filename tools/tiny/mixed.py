@@ -145,7 +145,14 @@ def served_by(model: Any, spec: RoutedSpec, data: Prepared, whole: torch.Tensor)
 
 
 def measure(
-    model: Any, processor: Any, adapters: Path, data: Path, out: Path, steps: int, most: tuple[int, int], seed: int = 0
+    model: Any,
+    processor: Any,
+    adapters: Path,
+    data: Path,
+    out: Path,
+    steps: tuple[int, int],
+    most: tuple[int, int],
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Train each adapter on its part alone, then the three of them under each routing, and compare.
 
@@ -154,7 +161,7 @@ def measure(
         adapters: PEFT directories to start from.
         data: of ``domains.prepare``.
         out: where the trained adapters go.
-        steps: of 16 examples, of every training.
+        steps: of 16 examples, of an adapter alone and of the three together, which share what an answer teaches.
         most: training and test examples.
 
     Returns:
@@ -162,7 +169,7 @@ def measure(
         (all of them as one, by ``add_weighted_adapter``), ``routed`` by routing; ``served``: shares of tokens.
     """
     train, test = (Prepared(model, processor, examples(data, s, n)) for s, n in zip(SPLITS[::2], most, strict=True))
-    settings = LoraSettings(rank=8, alpha=16, seed=seed, steps=steps, batch_size=16, learning_rate=1e-3)
+    settings = LoraSettings(rank=8, alpha=16, seed=seed, steps=steps[0], batch_size=16, learning_rate=1e-3)
     alone = {}
     for number, part in enumerate(PARTS):
         adapter = train_lora(model, processor, OnePart.of(train, number), settings, part, start=adapters / part)
@@ -174,7 +181,7 @@ def measure(
     report: dict[str, Any] = {"own": {part: alone[part][part] for part in PARTS}, "alone": alone}
     report |= {"merged": _merged(members, test), "routed": {}, "served": {}}
     _take_out(members)
-    together = joint(RouterSettings(steps=steps, context="token", seed=seed))
+    together = joint(RouterSettings(steps=steps[1], context="token", seed=seed))
     whole = owners(train, model.config.image_token_id)
     for kind in ROUTINGS:
         members = load_members(model, paths)
