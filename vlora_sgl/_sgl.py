@@ -156,6 +156,7 @@ NAMES: dict[str, str] = {
     "Qwen2_5_VisionPatchEmbed": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionPatchEmbed",
     "Qwen2VisionTransformer": "sglang.srt.models.qwen2_vl:Qwen2VisionTransformer",
     "Qwen3VLMoeVisionModel": "sglang.srt.models.qwen3_vl:Qwen3VLMoeVisionModel",
+    "Qwen3LLMModel": "sglang.srt.models.qwen3_vl:Qwen3LLMModel",
     "Qwen3_VisionBlock": "sglang.srt.models.qwen3_vl:Qwen3_VisionBlock",
     "Qwen2VisionBlock": "sglang.srt.models.qwen2_vl:Qwen2VisionBlock",
     "InternVisionModel": "sglang.srt.models.internvl:InternVisionModel",
@@ -409,6 +410,12 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ModelRunner.check_weights": ("self", "action", "allow_quant_error"),
     "ModelRunner._decode_cuda_graph_runner_cls": ("self",),
     "DecodeCudaGraphRunner._resolve_lora_variant": ("self", "forward_batch"),
+    "PrefillCudaGraphRunner.capture": ("self",),
+    "PrefillCudaGraphRunner._run_forward": ("self", "forward_batch", "num_tokens"),
+    "Qwen3LLMModel.forward": (
+        *("self", "input_ids", "positions", "forward_batch", "input_embeds", "pp_proxy_tensors"),
+        "input_deepstack_embeds",
+    ),
     "PrefillCudaGraphRunner.capture_one_shape": ("self", "size", "prefix_num_chunks"),
     "PrefillCudaGraphRunner._execute_body_capture": (
         *("self", "forward_batch", "static_forward_batch", "static_num_tokens", "raw_num_tokens", "shape_key"),

@@ -1,7 +1,8 @@
 """What a replacement of foreign code is, how it is put in place, and what became of it in this process.
 
-``plugin.TABLE`` lists every one. Rows of kind ``BUILT`` are put in place by ``install``; the others by ``own`` and
-``swapped`` at the one moment that SGLang gives, or by SGLang's own registry of hooks (``plugin.install``).
+``plugin.TABLE`` lists every one. Rows of kind ``BUILT`` are put in place by ``install``; the others by ``own``,
+``swapped`` and ``before_forward`` at the one moment that SGLang gives, or by SGLang's own registry of hooks
+(``plugin.install``).
 """
 
 from __future__ import annotations
@@ -148,6 +149,14 @@ def swapped(target: str, owner: Any, key: str, value: Any) -> Iterator[None]:
             del owner[key]
         else:
             delattr(owner, key)
+
+
+@contextmanager
+def before_forward(target: str, module: Any, hook: Any) -> Iterator[None]:
+    """While this lasts, a module's call gives its arguments to ``hook`` first, and takes what that returns."""
+    record(target, [Place(type(module), target.rpartition(".")[2], None)])
+    with module.register_forward_pre_hook(hook, with_kwargs=True):
+        yield
 
 
 def install(stage: Stage, given: Any = None) -> None:

@@ -86,6 +86,13 @@ def skip_if_blind(kind: Family, server: Server) -> None:
         pytest.skip(kind.blind)
 
 
+def replayed_prefills(server: Server) -> int | None:
+    """Prefills that replayed a graph so far; ``None`` where none is captured."""
+    info = requests.get(f"{server.url}/server_info", headers=KEY, timeout=60).json()
+    count: int | None = info["internal_states"][0]["vlora"]["prefill_graphs"]
+    return count
+
+
 def cached_image_tokens(answer: Any) -> int:
     return int(answer["meta_info"]["vlora"]["reuse"]["cached_image_tokens"])
 
@@ -174,11 +181,14 @@ def test_an_image_is_computed_once_and_no_other_takes_its_place(family: Served) 
     kind, server, reference = family
     skip_if_blind(kind, server)
     flush(server)
+    before = replayed_prefills(server)
     for seed, words, kept in ((7, "red", False), (7, "green", True), (8, "red", False), (7, "blue", True)):
         text, image = prompt(kind, 1, words), make_image(seed, kind.size)
         (answer,) = ask(server, ["A"], text, [[image]])
         assert_same_tokens(answer, reference.tokens(text, "A", [image], TOKENS))
         assert (cached_image_tokens(answer) > 0) == kept
+    if before is not None:
+        assert replayed_prefills(server) == before + 4, "each of the prefills replays a graph"
 
 
 def test_words_of_a_chat_are_words(family: Served) -> None:

@@ -12,9 +12,15 @@ whole as well (``prefill_attention``). Without them a prefill takes as long as t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from vlora_sgl import _sgl, seams
 from vlora_sgl._sgl_types import ForwardBatch
@@ -22,6 +28,9 @@ from vlora_sgl.model_executor.fast_paths.prefill_attention import captured_atten
 
 WHOLE = ",whole"
 """Follows the variant in the key of a graph that captures attention as well."""
+
+DEEPSTACK = "input_deepstack_embeds"
+"""What Qwen3-VL's decoders call the features of images that they add behind each of their first layers."""
 
 
 class VLoraDecodeCudaGraphRunner(_sgl.DecodeCudaGraphRunner):
@@ -66,6 +75,8 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
     variant: str | None = None
     replays = 0
     _whole = False  # of the batch that is loaded: its graph captures attention
+    _deepstack: torch.Tensor | None = None
+    layer_model: Any  # SGLang's name of the decoder
 
     def __init__(self, model_runner: Any) -> None:
         self.attention = None
@@ -73,6 +84,16 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
             model_runner.lora_manager.use_prefill_graphs(self)
             self.attention = captured_attention(model_runner)
         super().__init__(model_runner)
+
+    def capture(self) -> None:
+        """SGLang's; what a decoder is given for its first layers, beside the embeddings, has a fixed place."""
+        if self.layer_model is not None and DEEPSTACK in inspect.signature(self.layer_model.forward).parameters:
+            config = self.model_runner.model_config
+            width = len(self.layer_model.deepstack_embed_to_decoder_layer) * config.hidden_size
+            self._deepstack = torch.zeros(
+                self.max_num_tokens, width, dtype=self.model_runner.dtype, device=self.model_runner.device
+            )
+        super().capture()
 
     def capture_one_shape(self, size: int, *, prefix_num_chunks: int = 0) -> None:
         """SGLang's capture for each variant: it prepares the batch by the LoRA manager, which asks for ``variant``."""
@@ -98,6 +119,17 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
         """SGLang's replay, counted."""
         self.replays += 1
         return super().execute(forward_batch, **kwargs)
+
+    def _run_forward(self, forward_batch: ForwardBatch, num_tokens: int) -> object:
+        if self._deepstack is None:
+            return super()._run_forward(forward_batch, num_tokens)
+        decoder = self.layer_model
+        given = partial(decoder.forward, **{DEEPSTACK: self._deepstack[:num_tokens]})
+        self.layer_model = SimpleNamespace(forward=given)
+        try:
+            return super()._run_forward(forward_batch, num_tokens)
+        finally:
+            self.layer_model = decoder
 
     def _init_forward_metadata_for_capture(self, forward_batch: ForwardBatch, num_tokens: int) -> object:
         if self.attention is not None:
@@ -129,20 +161,24 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
             pure = self.model_runner.lora_manager.lora_backend.batch_info is None
             label = ("nolora" if pure else "lora") + (WHOLE if self._whole else "")
             shape_key = replace(shape_key, variant_label=label)
-        run = super()._execute_body_capture
-        options = (forward_batch, static_forward_batch, static_num_tokens, raw_num_tokens, shape_key)
         routing = self.model_runner.lora_manager.token_routing if self._capture_lora else None
-        if routing is None or not routing.is_ahead:
-            return run(*options, **kwargs)
-        replay = self.backend.replay
+        with ExitStack() as stack:
+            if self._deepstack is not None:
+                fill = partial(_fill, self._deepstack[:static_num_tokens])
+                stack.enter_context(seams.before_forward("Qwen3LLMModel.forward", self.layer_model, fill))
+            if routing is not None and routing.is_ahead:
+                replay = self.backend.replay
 
-        def routed_replay(key: Any, batch: ForwardBatch, **options: object) -> object:
-            embeds = self.buffer_registry.get_slot("input_embeds").slice_for(1, static_num_tokens)
-            routing.route_ahead(embeds[:raw_num_tokens], batch)
-            return replay(key, batch, **options)
+                def routed_replay(key: Any, batch: ForwardBatch, **options: object) -> object:
+                    embeds = self.buffer_registry.get_slot("input_embeds").slice_for(1, static_num_tokens)
+                    routing.route_ahead(embeds[:raw_num_tokens], batch)
+                    return replay(key, batch, **options)
 
-        with seams.swapped("BaseCudaGraphBackend.replay", self.backend, "replay", routed_replay):
-            return run(*options, **kwargs)
+                row = "BaseCudaGraphBackend.replay"
+                stack.enter_context(seams.swapped(row, self.backend, "replay", routed_replay))
+            return super()._execute_body_capture(
+                forward_batch, static_forward_batch, static_num_tokens, raw_num_tokens, shape_key, **kwargs
+            )
 
     @property
     def embeds_outside(self) -> bool:
@@ -157,3 +193,15 @@ class VLoraPrefillCudaGraphRunner(_sgl.PrefillCudaGraphRunner):
         if not forward_batch.forward_mode.is_extend() or not self.can_run_graph(forward_batch):
             return None
         return int(self._pad_to_bucket(tokens, self.capture_num_tokens))
+
+
+def _fill(
+    place: torch.Tensor, decoder: object, given: tuple[object, ...], options: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, Any]]:
+    """Put what a decoder is given beside its embeddings where its graph reads it: zeros for text."""
+    features = options.pop(DEEPSTACK, None)
+    if features is None:
+        place.zero_()
+    else:
+        place.copy_(features)
+    return given, options

@@ -64,7 +64,7 @@ class VLoraModelRunner(_sgl.ModelRunner):
         if manager is not None and self.vision_graphs is not None:
             manager.use_vision_graphs(self.vision_graphs)
         super().init_cuda_graphs(*args, **kwargs)
-        calls = ("TritonAttnBackend", "BaseCudaGraphBackend", "Qwen2_5_VisionBlock")
+        calls = ("TritonAttnBackend", "BaseCudaGraphBackend", "Qwen2_5_VisionBlock", "Qwen3LLMModel")
         seams.verify(Stage.MODEL, *calls, otherwise="nothing of the kind has been captured")
         if manager is not None:
             largest = max(getattr(self.prefill_cuda_graph_runner, "capture_num_tokens", None) or [0])
@@ -73,7 +73,8 @@ class VLoraModelRunner(_sgl.ModelRunner):
 
     def forward(self, forward_batch: ForwardBatch, *args: object, **kwargs: object) -> Any:
         """SGLang's, without waiting for the device over images that the prefix cache holds."""
-        if forward_batch.forward_mode.is_extend() and _sgl.is_a(self.model, *EMBEDS_ONLY):
+        embeds_only = not EMBEDS_ONLY.isdisjoint(self.model_config.hf_config.architectures or ())
+        if embeds_only and forward_batch.forward_mode.is_extend():
             leave_out_cached_images(forward_batch)
         return super().forward(forward_batch, *args, **kwargs)
 

@@ -20,8 +20,16 @@ from vlora_sgl.multimodal.feature_offload import offloader
 
 Offsets = Sequence[tuple[int, int]]
 
-EMBEDS_ONLY = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
-"""SGLang's models that look at a batch's images for nothing but their embeddings."""
+EMBEDS_ONLY = frozenset(
+    {
+        "InternVLChatModel",
+        "LlavaForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+    }
+)
+"""Architectures whose decoders look at a batch's images for nothing but their embeddings: graphs may hold them."""
 
 
 def leave_out_cached_images(batch: ForwardBatch) -> None:
