@@ -167,7 +167,7 @@ JOBS = (
         300,
         figures=("formats.",),
     ),
-    Job("tower", f"{SERVING}.bench_tower --rows {{out}}/tower.json", 200, figures=("tower.",)),
+    Job("tower", f"{SERVING}.bench_tower --rows {{out}}/tower.json", 320, figures=("tower.",)),
     Job("moe", f"{KERNELS}.bench_moe --limit 440 --rows {{out}}/moe.json", 480, figures=("moe.",)),
     Job("modes", f"{SERVING}.bench_modes --rank 64 --rounds 2", 240, figures=("modes.",)),
     Job("batching", f"{SERVING}.bench_batching --rows {{out}}/batching.json", 480, figures=("batching.",)),

@@ -2,6 +2,7 @@
 
     python -m benchmarks.families                       # on this machine, one after the other (minutes)
     python -m benchmarks.families --workers 6 --only llama qwen2_vl
+    python -m benchmarks.families --rows FILE --only phi3       # FILE has those of the runs before
 
 Each family is a run of tests/e2e/test_families.py. ``equal``: every check passed. ``equal for text``: those with
 images were left out: the server refuses them by name, for the reason that the family's entry in
@@ -12,12 +13,13 @@ GPU's servers need besides is in ``VLORA_TEST_SERVER_ARGS``, which benchmarks.se
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,20 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--workers", type=int, default=1, help="families at once")
-    parser.add_argument("--summary", type=Path, default=SUMMARY, help="where the figure goes, if all families ran")
+    parser.add_argument("--rows", type=Path, help="JSON of the outcomes, which later runs go on with")
+    parser.add_argument("--summary", type=Path, default=SUMMARY, help="where the figures go, once all families ran")
     args = parser.parse_args(argv)
-    rows = []
+    words = json.loads(args.rows.read_text()) if args.rows and args.rows.exists() else {}
+    failed = False
     with ThreadPoolExecutor(args.workers) as pool:
-        for row in pool.map(lambda name: check(name, bool(FAMILIES[name].blind) and is_plain_cpu()), args.only):
+        runs = [pool.submit(check, name, bool(FAMILIES[name].blind) and is_plain_cpu()) for name in args.only]
+        for run in as_completed(runs):
+            row = run.result()
             print(f"{row.family:16s} {row.outcome:14s} {row.checks} checks, {row.seconds:.0f} s", flush=True)
             print(row.failure, end="", flush=True)
-            rows.append(row)
-    if args.only == list(FAMILIES):
-        equal = sum(row.outcome == EQUAL for row in rows)
-        record("families.equal", equal, f"of {len(rows)} families", True, summary=args.summary)
-        refused = sum(row.outcome == TEXT for row in rows)
-        record("families.refused", refused, f"of {len(rows)} families", False, summary=args.summary)
-    return int(any(row.outcome == DIFFERS for row in rows))
+            words[row.family], failed = row.outcome, failed or row.outcome == DIFFERS
+            if args.rows:
+                args.rows.write_text(json.dumps(words, indent=1) + "\n")
+    if words.keys() == FAMILIES.keys():
+        for name, word, more in (("equal", EQUAL, True), ("refused", TEXT, False)):
+            count = list(words.values()).count(word)
+            record(f"families.{name}", count, f"of {len(words)} families", more, summary=args.summary)
+    return int(failed)
 
 
 if __name__ == "__main__":

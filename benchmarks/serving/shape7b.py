@@ -32,6 +32,7 @@ class Shape:
         tiles: its name in ``tiling_search.MODELS``.
         figure: what the names of its figures have in them; nothing for the shape that most are of.
         mark: how a prompt marks an image.
+        dtype: what its configuration says. SGLang's LLaVA has its tower in float16 whatever that is.
     """
 
     text: dict[str, Any]
@@ -41,6 +42,7 @@ class Shape:
     tiles: str
     figure: str = ""
     mark: str = IMAGE_MARK
+    dtype: str = "bfloat16"
 
 
 TOWER = {
@@ -112,6 +114,7 @@ SHAPES = {
         "llava-1.5-7b",
         "llava.",
         "<|image_pad|>",
+        "float16",
     ),
     "qwen3vl-8b": Shape(
         {
@@ -180,7 +183,7 @@ def make_model(directory: Path, tiny: bool, shape: str = "7b") -> Path:
         text.pop(derived, None)
     text.update(sizes.text)
     config["tie_word_embeddings"] = text.get("tie_word_embeddings", False)
-    config["dtype"] = config["torch_dtype"] = "bfloat16"
+    config["dtype"] = config["torch_dtype"] = sizes.dtype
     if "mm_vision_tower" in config:
         config["mm_hidden_size"] = sizes.vision["hidden_size"]
         _shape_tower(Path(config["mm_vision_tower"]), sizes.vision)

@@ -83,7 +83,7 @@ class Deployment:
         words: tokens of text that stand for an image; 0 where the model takes images.
         mark: how a prompt marks an image.
         vllm_python: the Python that has vLLM.
-        more: flags that servers of ours have besides.
+        more: flags that SGLang's servers and ours have besides.
     """
 
     model: Path
@@ -111,7 +111,7 @@ class Deployment:
         flags += ["--log-level", "warning", "--skip-server-warmup"]
         flags += ["--enable-multimodal"] if self.sees else []
         if not self.tiny:
-            flags += ["--load-format", "dummy", "--dtype", "bfloat16", "--chunked-prefill-size", "8192"]
+            flags += ["--load-format", "dummy", "--chunked-prefill-size", "8192"]
         if on_gpu():
             flags += [] if self.attention == DEFAULT else self.backends()
             flags += ["--max-total-tokens", "65536"]
@@ -135,7 +135,7 @@ class Deployment:
         flags = ["serve", str(self.model), "--port", str(port), "--served-model-name", BASE]
         flags += ["--max-num-seqs", str(self.max_batch), "--max-model-len", "8192"]
         flags += ["--gpu-memory-utilization", "0.3"]  # others may be up
-        flags += [] if self.tiny else ["--load-format", "dummy", "--dtype", "bfloat16"]
+        flags += [] if self.tiny else ["--load-format", "dummy"]
         flags += ["--limit-mm-per-prompt", '{"image": 6}'] if self.sees else []
         flags += ["--enable-lora", "--lora-modules", *(f"{name}={path}" for name, path in self.adapters.items())]
         flags += ["--max-loras", str(self.slots), "--max-cpu-loras", str(len(self.adapters))]
@@ -149,12 +149,11 @@ class Deployment:
         if server == "ours":
             module, more = "vlora_sgl.launch_server", ["--vlora-iteration-log", str(self.log(server))]
             more += ["--vlora-policy", self.policy] if self.policy is not None else []
-            more += self.more
         else:
             module = "benchmarks.serving.stock"
             backend = server if on_gpu() else "torch_native"  # neither csgmv nor triton runs on a CPU
             more = ["--lora-backend", backend] if server != "off" else []
-        return [sys.executable, "-m", module, *flags, *more]
+        return [sys.executable, "-m", module, *flags, *more, *self.more]
 
 
 def graph_sizes(max_batch: int) -> list[int]:
