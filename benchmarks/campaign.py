@@ -183,6 +183,21 @@ JOBS = (
     Job("switch", f"{KERNELS}.bench_switch", 60, figures=("switch.",)),
     Job("load", f"{KERNELS}.bench_load", 30, figures=("load.",)),
     Job("page", f"{SERVING}.bench_page --step", 420, alone=True, figures=("page.",)),
+    Job("stages", f"{SERVING}.bench_stages --rows {{out}}/stages.jsonl", 240, alone=True, records=False),
+    Job(
+        "qwen3vl-stages",
+        f"{SERVING}.bench_stages --shape qwen3vl-8b --rows {{out}}/stages.jsonl",
+        300,
+        alone=True,
+        records=False,
+    ),
+    Job(
+        "vision-search",
+        "vlora_sgl.kernels.tiling_search --model qwen2.5-vl-vision --ranks 16 --rows 8192 "
+        "--ops grouped_shrink grouped_write grouped_expand grouped_silu --budget 120 --output {out}/vision.json",
+        160,
+        records=False,
+    ),
     Job(
         "scaled-search",
         "vlora_sgl.kernels.tiling_search --model qwen2.5-vl-7b --ranks 16 64 --rows 32 --ops scaled_shrink scaled "
