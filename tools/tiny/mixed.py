@@ -111,7 +111,7 @@ def rules(kind: str, whole: torch.Tensor, tokenizer: Any) -> RoutedSpec:
 def accuracy(model: Any, data: Prepared, batch_size: int = 32) -> dict[str, float]:
     """Of each part, and of the whole answer with its marks."""
     device = next(model.parameters()).device
-    hits = torch.zeros(len(PARTS) + 1)
+    hits = torch.zeros(len(PARTS) + 1, dtype=torch.int64)
     for start in range(0, len(data), batch_size):
         chosen = range(start, min(start + batch_size, len(data)))
         inputs, labels = data.batch(chosen, device)
@@ -119,11 +119,9 @@ def accuracy(model: Any, data: Prepared, batch_size: int = 32) -> dict[str, floa
             guess = model(**inputs, use_cache=False).logits[:, :-1].argmax(-1)
         right = (guess == labels[:, 1:]) | (labels[:, 1:] == IGNORE)
         prompt = data.data.prompt_lengths[start]
-        hits[: len(PARTS)] += (
-            right[:, [answer_at(prompt, part) - 1 for part in range(len(PARTS))]].float().sum(0).cpu()
-        )
+        hits[: len(PARTS)] += right[:, [answer_at(prompt, part) - 1 for part in range(len(PARTS))]].sum(0).cpu()
         hits[-1] += right.all(1).sum().cpu()
-    return dict(zip((*PARTS, "whole"), (hits / len(data)).tolist(), strict=True))
+    return dict(zip((*PARTS, "whole"), [hit / len(data) for hit in hits.tolist()], strict=True))
 
 
 @torch.no_grad()
